@@ -1,0 +1,37 @@
+"""The exceptions of kvlab: one line each that says what was given, what is allowed and what to do."""
+
+
+class KvlabError(Exception):
+    """Base of every error that kvlab raises on purpose; the command line prints it and exits with code 2."""
+
+
+class ConfigError(KvlabError, ValueError):
+    """The shape of a model is impossible, incomplete, or of a kind that the caller cannot use."""
+
+
+class CacheFull(KvlabError):
+    """A forward pass needs more room than the cache has; raised before anything was written."""
+
+
+class CannotCrop(KvlabError):
+    """A cache was asked to forget more of its recent tokens than its kind can take back."""
+
+
+class WeightsError(KvlabError):
+    """Weights are unreadable, truncated, incomplete, of a refused format, or fail their checksum."""
+
+
+class UnknownModel(WeightsError):
+    """No model goes by this name, or nothing can deliver it here."""
+
+
+class PromptError(KvlabError, ValueError):
+    """A prompt is empty, too long for the context, or cannot be formatted as asked."""
+
+
+class SamplingError(KvlabError, ValueError):
+    """A sampling setting is outside its range."""
+
+
+class DeviceError(KvlabError):
+    """A device or dtype was asked for that this machine does not have."""
