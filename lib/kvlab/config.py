@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from kvlab.errors import ConfigError
 from kvlab.resources import resource
@@ -404,7 +404,7 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         return theta, None
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     return theta, RopeScaling(
-        kind=kind,
+        kind=cast(Any, kind),
         factor=rope.get("factor", 1.0),
         low_freq_factor=rope.get("low_freq_factor", 1.0),
         high_freq_factor=rope.get("high_freq_factor", 4.0),

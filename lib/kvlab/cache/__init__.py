@@ -1,0 +1,50 @@
+"""Keys and values kept between forward passes: one protocol, several kinds."""
+
+from __future__ import annotations
+
+import torch
+
+from kvlab.cache.base import KVCache, Step, View, Visibility, positions_from_mask, visible
+from kvlab.cache.contiguous import ContiguousCache, NoCache
+from kvlab.config import ModelConfig
+from kvlab.errors import ConfigError
+
+__all__ = [
+    "ContiguousCache",
+    "KVCache",
+    "NoCache",
+    "Step",
+    "View",
+    "Visibility",
+    "make_cache",
+    "positions_from_mask",
+    "visible",
+]
+
+_KINDS: dict[str, type[ContiguousCache]] = {"contiguous": ContiguousCache}
+
+
+def make_cache(
+    kind: str,
+    config: ModelConfig,
+    batch: int,
+    max_len: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> KVCache:
+    """A cache of one of the kinds.
+
+    Args:
+        kind: ``contiguous``.
+        config: the model's shape.
+        batch: rows.
+        max_len: tokens a row may come to, prompt and answer together.
+        dtype: of keys and values, usually the model's.
+        device: where they live, usually the model's.
+
+    Raises:
+        ConfigError: the kind is unknown or a size is impossible.
+    """
+    if kind not in _KINDS:
+        raise ConfigError(f"no cache is called {kind!r}; kvlab has {', '.join(_KINDS)}")
+    return _KINDS[kind](config, batch, max_len, dtype, device)

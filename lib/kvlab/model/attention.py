@@ -1,0 +1,87 @@
+"""Attention: queries over the keys and values that a cache hands back."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from kvlab.cache import KVCache, Step, View, Visibility
+from kvlab.config import ModelConfig
+from kvlab.model.layers import RMSNorm
+from kvlab.model.rope import rotate
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv:2305.13245); multi-head and multi-query are its two ends.
+
+    The projections to queries, keys and values are one matrix, in this order of rows.
+
+    Args:
+        config: the model's shape.
+        layer: index of the layer, for the cache.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        self.heads = [config.n_head, config.n_kv_head, config.n_kv_head]
+        width = config.head_dim * sum(self.heads)
+        self.qkv = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.out = nn.Linear(config.n_head * config.head_dim, config.hidden_size, bias=config.out_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch time hidden_size"],
+        cache: KVCache,
+        step: Step,
+        rope: tuple[Tensor, Tensor] | None,
+    ) -> Float[Tensor, "batch time hidden_size"]:
+        """Project, rotate, append to the cache, attend to what it holds, project back.
+
+        Args:
+            x: the normalised residual stream.
+            cache: receives the new keys and values.
+            step: of this pass.
+            rope: cosines and sines of the positions; None for learned positions.
+        """
+        batch, time, _ = x.shape
+        heads = self.qkv(x).view(batch, time, sum(self.heads), self.head_dim).transpose(1, 2)
+        q, k, v = heads.split(self.heads, dim=1)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        # Written first, read second: a token must see itself.
+        keys, values = cache.append(self.layer, k, v, step)
+        mixed = attend(q, keys, values, step.view(self.layer))
+        return self.out(mixed.transpose(1, 2).reshape(batch, time, -1))
+
+
+def attend(
+    q: Float[Tensor, "batch n_head time head_dim"],
+    keys: Float[Tensor, "batch n_kv_head keys head_dim"],
+    values: Float[Tensor, "batch n_kv_head keys head_dim"],
+    view: View,
+) -> Float[Tensor, "batch n_head time head_dim"]:
+    """softmax(q k / sqrt(head_dim)) v over the keys that the view shows, by the cheapest kernel that obeys it.
+
+    Args:
+        q: queries.
+        keys: what the cache holds.
+        values: what the cache holds.
+        view: who sees what.
+    """
+    group = q.shape[1] // keys.shape[1]
+    if view.visibility is Visibility.ALL:
+        # One query: the query heads of a group become rows of one matrix, and no key is copied.
+        folded = q.reshape(q.shape[0], keys.shape[1], group, q.shape[3])
+        return F.scaled_dot_product_attention(folded, keys, values).reshape(q.shape)
+    if group > 1:
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    if view.visibility is Visibility.CAUSAL:
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+    mask = causal_lower_right(q.shape[2], keys.shape[2]) if view.visibility is Visibility.CAUSAL_TAIL else view.mask
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
