@@ -1,0 +1,73 @@
+"""The first cell of every chapter: device, dtype, seed, figure style, and the stamp that says what was used."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import kvlab
+from kvlab.book.address import commit
+from kvlab.book.figures import set_stamp, use_style
+from kvlab.devices import pick_device, pick_dtype
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What a chapter runs on.
+
+    Args:
+        device: where tensors live.
+        dtype: what models compute in.
+        stamp: one line that names device, dtype, versions and commit.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    stamp: str
+
+
+def setup(seed: int = 0, device: str | None = None, dtype: str | None = None) -> Lab:
+    """Prepare a chapter: pick device and dtype, seed, set the figure style, print the stamp.
+
+    Args:
+        seed: for Python, NumPy and torch.
+        device: a device name; None picks the best that is there.
+        dtype: a dtype name; None picks the best for the device.
+
+    Raises:
+        DeviceError: the device or dtype asked for is not there.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    place = pick_device(device)
+    kind = pick_dtype(place, dtype)
+    lab = Lab(place, kind, _stamp(place, kind))
+    use_style()
+    set_stamp(lab.stamp)
+    print(lab.stamp)
+    return lab
+
+
+def _stamp(device: torch.device, dtype: torch.dtype) -> str:
+    """One line: device, dtype, versions, commit."""
+    versions = (
+        f"Python {platform.python_version()} · torch {torch.__version__.split('+')[0]} · kvlab {kvlab.__version__}"
+    )
+    return f"{_device_name(device)} · {str(dtype).removeprefix('torch.')} · {versions} ({commit()})"
+
+
+def _device_name(device: torch.device) -> str:
+    """The device in words: a GPU by its name, a CPU by the threads that torch uses on it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    return device.type.upper()
