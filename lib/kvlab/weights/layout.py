@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,12 +40,15 @@ def sources(config: ModelConfig) -> dict[str, Source]:
     return table
 
 
-def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_hf(
+    config: ModelConfig, tensors: Mapping[str, Tensor], place: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> dict[str, Tensor]:
     """A checkpoint's tensors under our names, fused where we fuse.
 
     Args:
         config: the model's shape.
         tensors: the checkpoint, under Hugging Face names; the prefix ``transformer.`` of GPT-2 may be missing.
+        place: casts or moves each finished parameter, one at a time.
 
     Raises:
         WeightsError: a tensor is missing, or is of no use to this model.
@@ -60,7 +63,7 @@ def from_hf(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Ten
         raise WeightsError(
             _counted(f"the checkpoint of {config.name} has parts that a {config.family} does not", extra)
         )
-    return {ours: _gather(source, tensors) for ours, source in table.items()}
+    return {ours: place(_gather(source, tensors)) for ours, source in table.items()}
 
 
 def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -75,6 +78,23 @@ def to_hf(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]
         rows = _rows(config, len(source.names), len(state[ours]))
         parts = state[ours].split(rows)
         out |= {name: part.contiguous() for name, part in zip(source.names, parts, strict=True)}
+    return out
+
+
+def hf_shapes(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape that each checkpoint tensor must have.
+
+    Args:
+        config: the model's shape.
+        state: the ``state_dict`` of a :class:`kvlab.model.GPT`; it may be on the meta device.
+    """
+    out: dict[str, tuple[int, ...]] = {}
+    for ours, source in sources(config).items():
+        shape = tuple(state[ours].shape)
+        rows = _rows(config, len(source.names), shape[0])
+        for name, height in zip(source.names, rows, strict=True):
+            whole = (height, *shape[1:])
+            out[name] = whole[::-1] if source.transposed else whole
     return out
 
 
