@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -218,7 +217,7 @@ class KVCache(ABC):
         self.rows_seen = [seen + new for seen, new in zip(self.rows_seen, step.n_new, strict=True)]
 
     @abstractmethod
-    def fork(self) -> Self:
+    def fork(self) -> KVCache:
         """A cache with the same contents that can go its own way. Appending never changes a fork."""
 
     @abstractmethod

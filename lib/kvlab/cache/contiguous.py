@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Float, Int
@@ -100,7 +99,7 @@ class ContiguousCache(KVCache):
             values[rows, :, slots] = v[rows, :, columns]
         return keys[:, :, : step.n_keys], values[:, :, : step.n_keys]
 
-    def fork(self) -> Self:
+    def fork(self) -> ContiguousCache:
         """A full copy: as many bytes again. Paged caches share instead."""
         twin = type(self)(self.config, self.batch, self.max_len, self.dtype, self.device)
         twin.storage.copy_(self.storage)
@@ -153,7 +152,7 @@ class NoCache(KVCache):
     def commit(self, step: Step) -> None:
         """Nothing to remember."""
 
-    def fork(self) -> Self:
+    def fork(self) -> NoCache:
         """Another that remembers nothing."""
         return type(self)(self.config, self.batch, self.dtype, self.device)
 

@@ -1,0 +1,157 @@
+"""The command line: ``kvlab generate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import kvlab
+from kvlab.errors import KvlabError
+
+if TYPE_CHECKING:
+    from kvlab.generation import Generation, Sampling
+    from kvlab.weights import LoadedModel
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of the console script: an error of ours is one line and exit code 2."""
+    try:
+        app()
+    except KvlabError as error:
+        print(f"kvlab: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"kvlab {kvlab.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvlab_(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """How large language models answer: **prefill**, **decode** and the **KV cache** between them.
+
+    Start with `kvlab generate --model tiny --prompt "O Romeo"`: it needs no network.
+    """
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="What to continue or answer; `-` reads standard input.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="`tiny` (bundled), `smollm2` (135M, chat), a Hub id such as `Qwen/Qwen2.5-0.5B-Instruct`, "
+            "or the path of a safetensors folder or a .gguf file."
+        ),
+    ] = "tiny",
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many tokens at the latest.")] = 128,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")] = False,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; 1 samples as trained.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens.")] = None,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens that reach this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this fraction of the likeliest.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16`, `float16`.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Answer a prompt, and show what its two phases cost.
+
+    Text streams as it comes. The table at the end has prefill (the whole prompt in one pass, until the first token)
+    and decode (one pass a token), with the bytes that the KV cache needs.
+
+    Examples:
+
+    - `kvlab generate --model smollm2 --chat --prompt "What is gravity?"`
+    - `kvlab generate --model tiny --prompt "O Romeo" --temperature 0.8 --top-p 0.9 --seed 1`
+    """
+    from kvlab.generation.sampling import Sampling
+
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    loaded = kvlab.load(model, device=device, dtype=dtype)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    interrupted = False
+    generation = _start(loaded, text, chat, max_new_tokens, ignore_eos, sampling)
+    try:
+        _stream(generation, quiet=as_json)
+    except KeyboardInterrupt:
+        interrupted = True
+    report = _report(generation, loaded, interrupted)
+    print(json.dumps(report, ensure_ascii=False)) if as_json else _print_table(generation, loaded, report)
+    if interrupted:
+        raise typer.Exit(130)
+
+
+def _start(
+    loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: int, ignore_eos: bool, sampling: Sampling
+) -> Generation:
+    ids: Any = loaded.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
+    return kvlab.generate(loaded, ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, sampling=sampling)
+
+
+def _stream(generation: Generation, quiet: bool) -> None:
+    for step in generation:
+        if not quiet:
+            sys.stdout.write(step.text)
+            sys.stdout.flush()
+
+
+def _report(generation: Generation, loaded: LoadedModel, interrupted: bool) -> dict[str, Any]:
+    """The figures of a generation, as ``--json`` prints them; times in seconds."""
+    timing = generation.timing
+    return {
+        "text": generation.text,
+        "prompt_tokens": timing.prompt_tokens[0],
+        "new_tokens": len(generation.tokens[0]),
+        "ttft_s": timing.ttft,
+        "tpot_s": timing.tpot,
+        "kv_bytes": timing.kv_bytes,
+        "model": loaded.name,
+        "device": str(loaded.model.device),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "finish_reason": "interrupted" if interrupted else generation.finish_reasons[0],
+    }
+
+
+def _print_table(generation: Generation, loaded: LoadedModel, report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    print("\n")
+    if not report["new_tokens"]:
+        return
+    times = generation.timing.requests[0]
+    table = Table(title=f"{report['model']} on {report['device']}, {report['dtype']}", title_justify="left")
+    table.add_column("phase")
+    for name in ("tokens", "seconds", "tokens/s", "KV bytes"):
+        table.add_column(name, justify="right")
+    each = generation.cache.bytes_per_token
+    first, rest = times.ttft or 0.0, sum(times.itl)
+    _add_phase(table, "[#D55E00]prefill[/]", report["prompt_tokens"], first, each)
+    _add_phase(table, "[#0072B2]decode[/]", report["new_tokens"] - 1, rest, each)
+    console = Console()
+    console.print(table)
+    console.print(f"[dim]finish reason: {report['finish_reason']}; weights: {loaded.source}[/]", highlight=False)
+
+
+def _add_phase(table: Any, name: str, tokens: int, seconds: float, bytes_per_token: int) -> None:
+    rate = f"{tokens / seconds:,.1f}" if seconds > 0 else "-"
+    table.add_row(name, f"{tokens:,}", f"{seconds:.3f}", rate, f"{tokens * bytes_per_token:,}")

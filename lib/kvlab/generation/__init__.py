@@ -1,0 +1,21 @@
+"""Generation: prefill, decode, sampling, and text as it arrives."""
+
+from kvlab.generation.beam import Beam, beam_search
+from kvlab.generation.generate import Generation, Timing, TokenStep, decode, generate, prefill
+from kvlab.generation.sampling import Sampler, Sampling, probabilities
+from kvlab.generation.text import TextStream
+
+__all__ = [
+    "Beam",
+    "Generation",
+    "Sampler",
+    "Sampling",
+    "TextStream",
+    "Timing",
+    "TokenStep",
+    "beam_search",
+    "decode",
+    "generate",
+    "prefill",
+    "probabilities",
+]
