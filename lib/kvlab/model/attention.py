@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from kvlab.cache import KVCache, Step, View, Visibility
 from kvlab.config import ModelConfig
@@ -83,5 +82,12 @@ def attend(
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     if view.visibility is Visibility.CAUSAL:
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
-    mask = causal_lower_right(q.shape[2], keys.shape[2]) if view.visibility is Visibility.CAUSAL_TAIL else view.mask
+    mask = _lower_right(q.shape[2], keys.shape[2]) if view.visibility is Visibility.CAUSAL_TAIL else view.mask
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+def _lower_right(queries: int, keys: int) -> Tensor:
+    """Causal, with the last query at the last key. Imported here: the module brings torch's compiler, a second's work."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(queries, keys)

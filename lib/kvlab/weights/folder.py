@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kvlab.config import ModelConfig
 from kvlab.errors import WeightsError
@@ -81,7 +82,7 @@ def read_model(
         WeightsError: the weights are missing, damaged or do not fit the configuration.
     """
     config = config or read_config(folder)
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInit():
         model = GPT(config)
     with _open_checkpoint(folder) as tensors:
         _check_fit(folder, config, model, tensors)
@@ -168,6 +169,18 @@ def weight_files(folder: Path) -> list[Path]:
         refuse_pickle(path)
     what = f"{len(found)} .safetensors files and no {INDEX}" if found else "no .safetensors file"
     raise WeightsError(f"{folder} has {what}; a model is one {WEIGHTS}, or parts with an index: download it again")
+
+
+class _NoInit(TorchFunctionMode):
+    """Leaves new parameters as they are. On the meta device ``nn.init`` draws nothing and imports torch's compiler."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def _shards(folder: Path) -> list[Path]:
