@@ -13,13 +13,10 @@ from kvlab.weights.gguf_config import hub_tensors, read_gguf_config
 from kvlab.weights.gguf_file import GGUFFile
 from kvlab.weights.gguf_tokenizer import read_gguf_tokenizer
 from kvlab.weights.progress import Progress, reporting
-from kvlab.weights.store import cache_folder, publish, require_room, staging
+from kvlab.weights.store import ORIGIN, cache_folder, publish, require_room, staging
 
 #: Rises when the conversion itself changes, so that older results are not used any more.
 VERSION = 1
-
-#: A file beside the weights that says where they came from.
-ORIGIN = "kvlab.json"
 
 
 def conversion_folder(digest: str) -> Path:

@@ -115,6 +115,8 @@ def write_folder(
         shard_bytes: a file of weights becomes no larger than this, unless one tensor is.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for old in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*.safetensors")):
+        old.unlink(missing_ok=True)
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids) or None}
     write_json(folder / "config.json", config.to_hf())
     write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
@@ -159,7 +161,7 @@ def weight_files(folder: Path) -> list[Path]:
         WeightsError: there are none, or only pickles, or a part is missing.
     """
     if (folder / INDEX).exists() and not (folder / WEIGHTS).exists():
-        return _shards(folder)
+        return shards(folder)
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     found = sorted(folder.glob("*.safetensors"))
@@ -183,12 +185,22 @@ class _NoInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _shards(folder: Path) -> list[Path]:
+def shards(folder: Path, must_exist: bool = True) -> list[Path]:
+    """The parts that a folder's index names.
+
+    Args:
+        folder: has an index.
+        must_exist: refuse if a part is not there.
+
+    Raises:
+        WeightsError: the index is damaged, or a part is missing.
+    """
     table = read_json(folder / INDEX).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise WeightsError(f"{folder / INDEX} has no weight_map; download it again")
     paths = [folder / Path(str(name)).name for name in sorted(set(table.values()))]
-    if missing := [path.name for path in paths if not path.exists()]:
+    missing = [path.name for path in paths if not path.exists()]
+    if missing and must_exist:
         raise WeightsError(f"{folder} lacks {', '.join(missing)}, named by its index; download it again")
     return paths
 

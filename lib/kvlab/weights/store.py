@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvlab.errors import WeightsError
+
+#: A file beside the weights that says where they came from.
+ORIGIN = "kvlab.json"
 
 _STAGING = ".partial-"
 _DAY = 24 * 3600
@@ -49,6 +53,10 @@ def staging(target: Path) -> Iterator[Path]:
     try:
         _sweep(folder)
         yield folder
+    except OSError as failure:
+        if failure.errno not in (errno.ENOSPC, getattr(errno, "EDQUOT", None)):
+            raise
+        raise WeightsError(f"the disk of {target.parent} is full; make room or set KVLAB_CACHE to another") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -56,7 +64,7 @@ def staging(target: Path) -> Iterator[Path]:
 def publish(made: Path, target: Path) -> Path:
     """Move a finished file or folder to its place in one step.
 
-    Two processes may make the same thing at once: the first rename wins, and the other's work is dropped.
+    Two processes may make the same folder at once: the first rename wins, and the other's work is dropped.
 
     Args:
         made: the finished file or folder, on the same file system.
@@ -69,9 +77,9 @@ def publish(made: Path, target: Path) -> Path:
         if path.is_file():
             _flush(path)
     try:
-        made.rename(target)
+        made.replace(target)
     except OSError:
-        if not target.exists():
+        if not target.is_dir():
             raise
     _flush(target.parent)
     return target
@@ -91,14 +99,14 @@ def remembered_sha256(path: Path) -> str:
     """
     stat = path.stat()
     known = {"path": str(path.resolve()), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    key = hashlib.sha256(known["path"].encode()).hexdigest()[:24]
+    key = hashlib.sha256(str(known["path"]).encode()).hexdigest()[:24]
     note = cache_folder() / "fingerprints" / f"{key}.json"
     try:
         found = json.loads(note.read_text("utf8"))
         if found == known | {"sha256": found["sha256"]}:
             return str(found["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass
+        pass  # not remembered, or of another state of the file
     digest = sha256_of(path)
     with staging(note) as folder:
         made = folder / note.name

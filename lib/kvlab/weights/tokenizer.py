@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from kvlab.config import ModelConfig
 from kvlab.errors import PromptError, WeightsError
 
 #: One message of a conversation: ``{"role": "user", "content": "..."}``.
@@ -92,6 +93,10 @@ class Tokenizer:
             return bytes.fromhex(piece[3:5])
         return piece.replace("\u2581", " ").encode()
 
+    def settings(self) -> dict[str, Any]:
+        """What ``tokenizer_config.json`` says of this tokenizer."""
+        return self.special | ({} if self.chat_template is None else {"chat_template": self.chat_template})
+
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
         """The token ids of a conversation, ready for the model to answer.
 
@@ -139,16 +144,12 @@ class Tokenizer:
         return () if found is None else (found,)
 
 
-def read_tokenizer(
-    folder: Path, *, eos_token_ids: Sequence[int] = (), bos_token_id: int | None = None, name: str = "this model"
-) -> Tokenizer:
+def read_tokenizer(folder: Path, config: ModelConfig | None = None) -> Tokenizer:
     """The tokenizer of a folder in the Hub's layout.
 
     Args:
         folder: has ``tokenizer.json``, and ``tokenizer_config.json`` for the special tokens and the chat template.
-        eos_token_ids: of the model's configuration.
-        bos_token_id: of the model's configuration.
-        name: for messages.
+        config: of the model; its ids of beginning and end win over those that the tokenizer states.
 
     Raises:
         WeightsError: there is no ``tokenizer.json``, or it is damaged.
@@ -168,9 +169,9 @@ def read_tokenizer(
         rules,
         special=_special_tokens(settings),
         chat_template=_chat_template(folder, settings),
-        eos_token_ids=eos_token_ids,
-        bos_token_id=bos_token_id,
-        name=name,
+        eos_token_ids=config.eos_token_ids if config else (),
+        bos_token_id=config.bos_token_id if config else None,
+        name=config.name if config else folder.resolve().name,
     )
 
 

