@@ -71,7 +71,7 @@ class Recipe:
         evaluate_every: steps between two looks at the held-out plays, each followed by a checkpoint.
     """
 
-    steps: int = 2600
+    steps: int = 1500
     batch: int = 8
     peak_lr: float = 2e-3
     warmup: int = 100
@@ -258,7 +258,7 @@ def export(model: GPT, tokenizer: Tokenizer, curve: Curve, facts: dict[str, Any]
     from kvlab.weights import write_folder
 
     state = {name: tensor.detach().half() for name, tensor in model.state_dict().items()}
-    write_folder(OUT, CONFIG, to_hf(CONFIG, state), tokenizer, tokenizer_config={"eos_token": END})
+    write_folder(OUT, CONFIG, to_hf(CONFIG, state).items(), tokenizer.to_str(), {"eos_token": END})
     (OUT / "curve.json").write_text(json.dumps({"facts": facts, "rows": curve.rows}, indent=1) + "\n")
     card = Template((HERE / "tiny_card.md").read_text("utf8"))
     (OUT / "README.md").write_text(card.substitute(facts | curve.rows[-1]))

@@ -60,7 +60,9 @@ def test_padding_sees_nothing_and_empty_slots_are_seen_by_nobody() -> None:
         (Visibility.MASK, 3, 6),
     ],
 )
-def test_every_class_equals_the_rule(visibility: Visibility, time: int, n_keys: int, n_head: int, n_kv_head: int) -> None:
+def test_every_class_equals_the_rule(
+    visibility: Visibility, time: int, n_keys: int, n_head: int, n_kv_head: int
+) -> None:
     q, k, v = qkv(time, n_keys, n_head, n_kv_head)
     positions = torch.arange(n_keys - time, n_keys).expand(2, time)
     window = 2 if visibility is Visibility.MASK else None

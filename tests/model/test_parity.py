@@ -30,7 +30,9 @@ FAMILIES: dict[str, Any] = {
     "llama-3.1": transformers.LlamaConfig(
         **SHAPE, rope_parameters=LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 32}
     ),
-    "llama-tied-biased": transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "llama-tied-biased": transformers.LlamaConfig(
+        **SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
     "mistral": transformers.MistralConfig(**SHAPE, sliding_window=7, rope_parameters={"rope_theta": 1e6}),
     "qwen2": transformers.Qwen2Config(**SHAPE),
     "qwen2-window": transformers.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=5, max_window_layers=1),

@@ -60,7 +60,7 @@ def beam_search(
     """
     if n_beams < 1:
         raise SamplingError(f"n_beams is {n_beams}; keep 1 or more (1 is greedy)")
-    [row] = token_rows(prompt, None, model.config.vocab_size)
+    [row] = token_rows([prompt], None, model.config.vocab_size)
     [max_new_tokens] = limits(model.config, [row], [0], max_new_tokens)
     room = len(row) + max_new_tokens - 1
     cache = make_cache("contiguous", model.config, 1, room, model.dtype, model.device)

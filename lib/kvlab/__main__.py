@@ -1,0 +1,5 @@
+"""``python -m kvlab`` is the console script ``kvlab``."""
+
+from kvlab.cli import main
+
+main()
