@@ -8,8 +8,8 @@ from pathlib import Path
 from jaxtyping import Float
 from torch import Tensor
 
-from kvlab.weights.folder import write_folder, write_json
-from kvlab.weights.gguf_config import hub_tensors, read_gguf_config
+from kvlab.weights.folder import require_fit, write_folder, write_json
+from kvlab.weights.gguf_config import hub_shapes, hub_tensors, read_gguf_config
 from kvlab.weights.gguf_file import GGUFFile
 from kvlab.weights.gguf_tokenizer import read_gguf_tokenizer
 from kvlab.weights.progress import Progress, reporting
@@ -50,6 +50,7 @@ def convert(path: Path, digest: str, origin: str, name: str, progress: Progress 
         return target
     file = GGUFFile(path)
     config = read_gguf_config(file, name)
+    require_fit(path, config, hub_shapes(file))
     tokenizer_json, settings = read_gguf_tokenizer(file)
     total = 4 * sum(_count(t.shape) for t in file.tensors())
     require_room(target, total, f"the conversion of {path.name}")

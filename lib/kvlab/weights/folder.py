@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from kvlab.config import ModelConfig
 from kvlab.errors import WeightsError
 from kvlab.model import GPT
-from kvlab.weights.layout import from_hf, hf_shapes
+from kvlab.weights.layout import IGNORED, from_hf, hf_shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -82,10 +82,10 @@ def read_model(
         WeightsError: the weights are missing, damaged or do not fit the configuration.
     """
     config = config or read_config(folder)
-    with torch.device("meta"), _NoInit():
-        model = GPT(config)
+    model = empty_model(config)
     with _open_checkpoint(folder) as tensors:
-        _check_fit(folder, config, model, tensors)
+        require_fit(folder, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        _require_floats(folder, tensors)
         state = from_hf(config, tensors, lambda tensor: tensor.to(device, dtype))
     if config.tie_embeddings:
         state["head.weight"] = state["embedding.weight"]
@@ -173,6 +173,16 @@ def weight_files(folder: Path) -> list[Path]:
     raise WeightsError(f"{folder} has {what}; a model is one {WEIGHTS}, or parts with an index: download it again")
 
 
+def empty_model(config: ModelConfig) -> GPT:
+    """A model whose parameters have shapes and no memory.
+
+    Args:
+        config: the model's shape.
+    """
+    with torch.device("meta"), _NoInit():
+        return GPT(config)
+
+
 class _NoInit(TorchFunctionMode):
     """Leaves new parameters as they are. On the meta device ``nn.init`` draws nothing and imports torch's compiler."""
 
@@ -221,18 +231,30 @@ def _open_checkpoint(folder: Path) -> Iterator[dict[str, Tensor]]:
     yield tensors
 
 
-def _check_fit(folder: Path, config: ModelConfig, model: GPT, tensors: Mapping[str, Shaped[Tensor, "..."]]) -> None:
-    for name, shape in hf_shapes(config, model.state_dict()).items():
-        found = tensors.get(name, tensors.get(f"transformer.{name}"))
-        if found is None:
-            continue  # ``from_hf`` names all that is missing
-        if tuple(found.shape) != shape:
+def require_fit(where: Path, config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse weights that are not of the shapes that the configuration states.
+
+    Args:
+        where: for the message.
+        config: the model's shape.
+        found: shapes of the checkpoint's tensors by name. One that is missing is the matter of ``from_hf``.
+
+    Raises:
+        WeightsError: a shape differs.
+    """
+    for name, shape in hf_shapes(config, empty_model(config).state_dict()).items():
+        actual = found.get(name, found.get(f"transformer.{name}", shape))
+        if actual != shape:
             raise WeightsError(
-                f"{folder}: {name} is {list(found.shape)} where config.json makes it {list(shape)}; "
+                f"{where}: {name} is {list(actual)} where config.json makes it {list(shape)}; "
                 "the weights and the configuration are not of the same model"
             )
-        if found.dtype not in _DTYPES:
-            raise WeightsError(f"{folder}: {name} is stored as {found.dtype}; take a checkpoint in 16 or 32 bits")
+
+
+def _require_floats(where: Path, tensors: Mapping[str, Shaped[Tensor, "..."]]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES and not name.endswith(IGNORED):
+            raise WeightsError(f"{where}: {name} is stored as {tensor.dtype}; take a checkpoint in 16 or 32 bits")
 
 
 def _write_tensors(folder: Path, tensors: Iterable[tuple[str, Shaped[Tensor, "..."]]], shard_bytes: int) -> None:

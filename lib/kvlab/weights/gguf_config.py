@@ -69,6 +69,18 @@ def hub_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Floa
             yield hub_name(raw.name), _unpermuted(raw, config)
 
 
+def hub_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
+    """The shapes of the file's weights under the Hub's names.
+
+    Args:
+        file: an open GGUF file.
+
+    Raises:
+        WeightsError: a tensor has an unknown name.
+    """
+    return {hub_name(raw.name): raw.shape for raw in file.tensors() if raw.name != _ROPE_FACTORS}
+
+
 def hub_name(name: str) -> str:
     """The Hub's name of a tensor.
 

@@ -80,7 +80,7 @@ class GGUFFile:
         end = max((int(t.data_offset) + int(t.n_bytes) for t in self._reader.tensors), default=0)
         if end > size:
             raise WeightsError(f"{self.path} ends at byte {size} and its tensors need {end}; download it again")
-        if parts := int(self.metadata.get("split.count", 1)) > 1:
+        if (parts := int(self.metadata.get("split.count", 1))) > 1:
             raise WeightsError(f"{self.path} is one of {parts} parts; join them with llama.cpp's gguf-split --merge")
 
 

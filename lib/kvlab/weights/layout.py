@@ -11,8 +11,8 @@ from torch import Tensor
 from kvlab.config import ModelConfig
 from kvlab.errors import WeightsError
 
-# Tables that some checkpoints carry and nobody reads: masks of GPT-2, rotary frequencies of old Llamas.
-_IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+#: Tables that some checkpoints carry and nobody reads: masks of GPT-2, rotary frequencies of old Llamas.
+IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def from_hf(
     wanted = {name for source in table.values() for name in source.names}
     if missing := sorted(wanted - tensors.keys()):
         raise WeightsError(_counted(f"the checkpoint of {config.name} lacks", missing))
-    extra = sorted(n for n in tensors.keys() - wanted if not n.endswith(_IGNORED) and n != "lm_head.weight")
+    extra = sorted(n for n in tensors.keys() - wanted if not n.endswith(IGNORED) and n != "lm_head.weight")
     if extra:
         raise WeightsError(
             _counted(f"the checkpoint of {config.name} has parts that a {config.family} does not", extra)

