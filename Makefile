@@ -24,4 +24,23 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.PHONY: help venv lint
+notebooks: $(READY)  ## write the notebooks that Colab opens, from the chapters
+	$(BIN)/python book/make_ipynb.py
+
+book: $(READY)  ## build the book: every chapter executed, _build/html/index.html
+	$(BIN)/python book/build_book.py
+
+page: $(READY)  ## build one chapter, PAGE=04_kv_cache, and the reference pages: a draft, warnings allowed
+	$(BIN)/python book/build_book.py --page $(PAGE)
+
+test: $(READY)  ## everything that is checked: lint, tests, the book and its pages
+	$(BIN)/python book/run_checks.py
+
+address: $(READY)  ## REPO=... SITE=...: change the public addresses, and all that is made from them
+	PYTHONPATH=book $(BIN)/python -m kvbook.addresses "$(REPO)" "$(SITE)"
+	$(BIN)/python book/make_ipynb.py
+
+axe-baseline: $(READY)  ## note what an empty page of the theme breaks in accessibility
+	PYTHONPATH=book $(BIN)/python -m kvbook.browser
+
+.PHONY: help venv lint notebooks book page test address axe-baseline

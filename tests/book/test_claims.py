@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvlab.book.claims import CLAIM_MIME, ClaimFailed, claim, judge, slug_of
+
+from kvlab.book.claims import CLAIM_KEY, ClaimFailed, claim, judge, slug_of
 from kvlab.book.stage import BUILD_VARIABLE
 
 NAN = math.nan
@@ -146,12 +147,12 @@ def test_a_false_claim_lets_a_reader_go_on(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_what_the_notebook_gets() -> None:
-    bundle = judge("`k` < 2 & more", 1, 1)._repr_mimebundle_()
+    bundle, metadata = judge("`k` < 2 & more", 1, 1)._repr_mimebundle_()
     assert 'id="claim-k-2-more"' in bundle["text/html"]
     assert "<code>k</code> &lt; 2 &amp; more" in bundle["text/html"]
     assert bundle["text/plain"].startswith("✓")
-    assert bundle[CLAIM_MIME]["slug"] == "claim-k-2-more"
-    assert bundle[CLAIM_MIME]["holds"] is True
+    assert metadata[CLAIM_KEY]["slug"] == "claim-k-2-more"
+    assert metadata[CLAIM_KEY]["holds"] is True
 
 
 def test_slugs_are_stable_and_distinct() -> None:

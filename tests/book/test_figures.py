@@ -6,8 +6,9 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
-from kvlab.book import DECODE, IDLE, PREFILL, Row, figure, figures, timeline
 from matplotlib.colors import to_hex
+
+from kvlab.book import DECODE, IDLE, PREFILL, Row, figure, figures, timeline
 
 
 @pytest.fixture

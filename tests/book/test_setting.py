@@ -6,9 +6,10 @@ import subprocess
 import sys
 from typing import Any
 
-import kvlab.resources
 import pytest
 import torch
+
+import kvlab.resources
 from kvlab.book import Lab, address, claims, explorer, in_build, progress, setup, show, stage
 
 

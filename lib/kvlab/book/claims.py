@@ -15,7 +15,8 @@ from kvlab.book.evidence import Missing, Verdict, equal, near, ordered
 from kvlab.book.stage import in_build
 from kvlab.errors import KvlabError
 
-CLAIM_MIME = "application/vnd.kvlab.claim+json"
+# Where an output keeps the claim for the ledger: in its metadata, which no page shows.
+CLAIM_KEY = "kvlab_claim"
 _MISSING = Missing()
 
 
@@ -45,9 +46,9 @@ class Claim:
         mark = "✓" if self.holds else "✗"
         return f"{mark} {self.sentence} (measured {self.measured}; expected {self.expected})"
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """For the notebook HTML, for a terminal text, for the ledger the plain fields."""
-        return {"text/html": self.html(), "text/plain": str(self), CLAIM_MIME: asdict(self)}
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
+        """HTML for a notebook, text for a terminal; beside them, as metadata, the fields for the ledger."""
+        return {"text/html": self.html(), "text/plain": str(self)}, {CLAIM_KEY: asdict(self)}
 
     def html(self) -> str:
         """The claim as a box. Colours come from the page: it reads on light and on dark ground."""

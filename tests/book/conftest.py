@@ -1,0 +1,66 @@
+"""The built book for the tests that look at it, and a word at the end about what could not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "book"))
+
+from kvbook import addresses, browser  # noqa: E402
+from kvbook.checks import Site  # noqa: E402
+from kvbook.layout import BUILD, SITE, numbered_chapters  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def built() -> Path:
+    """The folder of the built book; `make test` has just built it, otherwise it is built here."""
+    if not os.environ.get("KVLAB_BOOK_IS_BUILT"):
+        done = subprocess.run([sys.executable, "book/build_book.py"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return SITE
+
+
+@pytest.fixture(scope="session")
+def site(built: Path) -> Site:
+    """The built book, parsed."""
+    return Site(built)
+
+
+@pytest.fixture(scope="session")
+def executed(built: Path) -> dict[str, dict[str, Any]]:
+    """The executed notebooks by name."""
+    folder = BUILD / "jupyter_execute"
+    return {path.stem: json.loads((folder / f"{path.stem}.ipynb").read_text("utf8")) for path in numbered_chapters()}
+
+
+@pytest.fixture(scope="session")
+def address() -> addresses.Addresses:
+    """Where repository and site are said to be."""
+    return addresses.read(ROOT)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a browser its checks are left out, which the summary says; in CI they stay in and fail."""
+    if not browser.missing() or browser.required():
+        return
+    left_out = [item for item in items if item.get_closest_marker("browser")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "browser: needs Chromium and Node")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if browser.missing() and not browser.required():
+        terminalreporter.section("not run")
+        terminalreporter.write_line(f"browser checks: {', '.join(browser.missing())} not found; {browser.INSTALL}")
