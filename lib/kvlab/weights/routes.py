@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,9 +50,9 @@ def find(name_or_path: str | Path, progress: Progress | None = None) -> Found:
         return _tiny()
     if name == "smollm2":
         return _smollm2(progress)
-    if path.is_dir():
+    if name and os.path.isdir(path):  # unlike Path.is_dir, False for whatever is no path at all
         return Found(path, path.resolve().name, f"the folder {path}")
-    return _file(path, progress) if path.is_file() else _by_hub_id(name, progress)
+    return _file(path, progress) if os.path.isfile(path) else _by_hub_id(name, progress)
 
 
 def unknown(name: str) -> str:
