@@ -261,7 +261,8 @@ def export(model: GPT, tokenizer: Tokenizer, curve: Curve, facts: dict[str, Any]
     write_folder(OUT, CONFIG, to_hf(CONFIG, state).items(), tokenizer.to_str(), {"eos_token": END})
     (OUT / "curve.json").write_text(json.dumps({"facts": facts, "rows": curve.rows}, indent=1) + "\n")
     card = Template((HERE / "tiny_card.md").read_text("utf8"))
-    (OUT / "README.md").write_text(card.substitute(facts | curve.rows[-1]))
+    figures = {k: f"{v:,}" if isinstance(v, int) else v for k, v in (facts | curve.rows[-1]).items()}
+    (OUT / "README.md").write_text(card.substitute(figures))
 
 
 def main() -> None:
