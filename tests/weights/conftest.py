@@ -22,6 +22,10 @@ TEMPLATE = (
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs_pypi: uses the user's own cache, and the package index if it is empty")
+
+
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: Any) -> Path:
     """Every test has caches of its own, and no route to anywhere."""

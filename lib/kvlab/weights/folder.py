@@ -22,8 +22,8 @@ from kvlab.weights.layout import IGNORED, from_hf, hf_shapes
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-#: Endings of files that Python's pickle reads; reading one can run any code that its author wished.
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+#: Endings of what is refused: files of Python's object serialisation, which can run any code when they are read.
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 _SHARD_BYTES = 4_000_000_000
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -40,8 +40,8 @@ def refuse_pickle(path: Path) -> None:
     """
     if path.suffix.lower() in PICKLES:
         raise WeightsError(
-            f"{path} is a pickle, which can run code when it is read; kvlab reads safetensors and GGUF: convert it "
-            "with transformers' save_pretrained on a machine that you can lose, or find a safetensors copy"
+            f"{path} is a pickle, refused because reading one can run code; convert it to safetensors "
+            "(transformers' save_pretrained, on a machine that you can lose), or find a copy that is"
         )
 
 

@@ -129,7 +129,7 @@ class _Remote:
             return found
         if pickles := sorted(name for name in self.files if name.endswith(PICKLES)):
             raise WeightsError(
-                f"{self.repo} has its weights only as a pickle ({pickles[0]}), which can run code when it is read; "
+                f"{self.repo} has only a pickle ({pickles[0]}), refused because reading one can run code; "
                 "look for a repository with safetensors"
             )
         raise WeightsError(f"{self.repo} has no {WEIGHTS} and no index of parts; kvlab cannot tell which file to take")

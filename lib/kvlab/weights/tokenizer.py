@@ -12,6 +12,7 @@ import tokenizers
 
 from kvlab.config import ModelConfig
 from kvlab.errors import PromptError, WeightsError
+from kvlab.weights.folder import read_json
 
 #: One message of a conversation: ``{"role": "user", "content": "..."}``.
 Message = Mapping[str, Any]
@@ -176,13 +177,11 @@ def read_tokenizer(folder: Path, config: ModelConfig | None = None) -> Tokenizer
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
+    """Both files that may name special tokens; the second wins, where it says something."""
     settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = folder / name
-        try:
-            settings |= json.loads(path.read_text("utf8")) if path.exists() else {}
-        except (ValueError, TypeError) as failure:
-            raise WeightsError(f"{path} is not a JSON object ({failure}); download it again") from None
+    for path in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        if path.exists():
+            settings |= {name: value for name, value in read_json(path).items() if value is not None}
     return settings
 
 
