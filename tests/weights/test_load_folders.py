@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvlab.errors import ConfigError, DeviceError, WeightsError
+from kvlab.errors import ConfigError, DeviceError, PromptError, WeightsError
 from kvlab.weights import load, read_config, read_model, write_folder
 from kvlab.weights.layout import from_hf, to_hf
 
@@ -324,3 +324,28 @@ def test_parameters_are_placed_one_at_a_time(saved: Saved) -> None:
     state = from_hf(config, load_file(folder / "model.safetensors"), place)
     assert len(seen) == len(state)
     assert all(tensor.dtype == torch.float64 for tensor in state.values())
+
+
+def test_the_bundled_model() -> None:
+    from transformers import AutoModelForCausalLM, logging
+
+    from kvlab.resources import resource
+
+    logging.disable_progress_bar()
+    stored = load_file(resource("tiny") / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+    loaded = load("tiny", device="cpu")
+    assert (loaded.name, loaded.source, loaded.model.dtype) == ("tiny", "bundled with kvlab", torch.float32)
+    assert loaded.tokenizer.eos_token_ids == loaded.config.eos_token_ids != ()
+    theirs = AutoModelForCausalLM.from_pretrained(resource("tiny"), dtype=torch.float32).eval()
+    ids = torch.tensor([loaded.tokenizer.encode("To be, or not to be")])
+    assert_same(loaded.model(ids), logits_of(theirs, ids))
+    with pytest.raises(PromptError, match="tiny has no chat template"):
+        loaded.tokenizer.chat([{"role": "user", "content": "Hello"}])
+
+
+def test_an_installation_without_the_bundled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("kvlab.resources._CHECKOUT", tmp_path)
+    monkeypatch.setattr("kvlab.resources._INSTALLED", tmp_path / "none")
+    with pytest.raises(WeightsError, match="tiny is missing from this installation of kvlab; reinstall it"):
+        load("tiny")
