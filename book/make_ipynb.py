@@ -51,11 +51,13 @@ def notebook(path: Path, library: Library, repository: str) -> str:
     source = jupytext.reads(path.read_text("utf8"), fmt="md:myst")
     translator = Translator(path.stem, library)
     cells = [made for cell in source.cells if (made := _cell(cell, translator))]
-    first = next(at for at, cell in enumerate(cells) if cell.cell_type == "code")
+    code = [at for at, cell in enumerate(cells) if cell.cell_type == "code"]
+    if not code:
+        raise NotebookError("a chapter needs a code cell")
     install = nbformat.v4.new_code_cell(INSTALL.rstrip().replace("REPOSITORY", repository))
     install.metadata["cellView"] = "form"
     install.source = f"# @title Install kvlab (does nothing where it is there)\n{install.source}"
-    cells.insert(first, install)
+    cells.insert(code[0], install)
     cells[0].source = _with_home(cells[0].source, library.url(path.stem))
     for at, cell in enumerate(cells):
         cell["id"] = hashlib.sha256(f"{path.stem}:{at}".encode()).hexdigest()[:8]

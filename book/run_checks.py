@@ -34,8 +34,8 @@ def main() -> int:
     results = []
     for name, command in STEPS:
         results.append(run(name, command, environment))
-        if name == "book" and results[-1][1]:
-            environment["KVLAB_BOOK_IS_BUILT"] = "1"
+        if name == "book":
+            environment["KVLAB_BOOK_IS_BUILT"] = "yes" if results[-1][1] else "failed"
     print("\n=== summary")
     for name, good, seconds in results:
         print(f"{'ok  ' if good else 'FAIL'} {name:<8} {seconds:6.0f} s")

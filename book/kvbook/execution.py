@@ -8,6 +8,9 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+import nbformat
+from jupyter_cache import get_cache
+from nbformat import NotebookNode
 from sphinx.application import Sphinx
 from sphinx.config import Config
 
@@ -41,6 +44,23 @@ def outputs_key(root: Path = ROOT) -> str:
     return digest.hexdigest()[:16]
 
 
+def cache_path(key: str) -> Path:
+    """Where the outputs of this key are kept."""
+    return BUILD / ".jupyter_cache" / key
+
+
+def executed(page: str, key: str) -> NotebookNode:
+    """The executed notebook of a page, from the cache: the builder writes one without outputs when it ran earlier.
+
+    Raises:
+        FileNotFoundError: the page was not built.
+        KeyError: its notebook failed, or was never executed with this library and these data.
+    """
+    source = nbformat.read(BUILD / "jupyter_execute" / f"{page}.ipynb", as_version=4)
+    merged: NotebookNode = get_cache(str(cache_path(key))).merge_match_into_notebook(source)[1]
+    return merged
+
+
 def connect(app: Sphinx) -> None:
     app.add_config_value("kvbook_outputs_key", "", "env")
     app.connect("config-inited", configure, priority=100)
@@ -49,5 +69,5 @@ def connect(app: Sphinx) -> None:
 def configure(app: Sphinx, config: Config) -> None:
     os.environ[BUILD_VARIABLE] = "1"
     config.kvbook_outputs_key = outputs_key()
-    config.nb_execution_cache_path = str(BUILD / ".jupyter_cache" / config.kvbook_outputs_key)
+    config.nb_execution_cache_path = str(cache_path(config.kvbook_outputs_key))
     config.suppress_warnings = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -13,6 +11,7 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
+from kvbook.execution import executed
 from kvlab.book.claims import CLAIM_KEY
 
 LOGGER = logging.getLogger(__name__)
@@ -60,10 +59,9 @@ def claims_of(env: BuildEnvironment) -> dict[str, list[dict[str, Any]]]:
     return env.kvbook_claims
 
 
-def read_claims(notebook: Path) -> list[dict[str, Any]]:
-    """The claims in the outputs of an executed notebook, whether it ran just now or came from the cache."""
-    cells = json.loads(notebook.read_text("utf8"))["cells"] if notebook.exists() else []
-    notes = [output.get("metadata", {}) for cell in cells for output in cell.get("outputs", [])]
+def read_claims(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    """The claims in the outputs of an executed notebook."""
+    notes = [output.get("metadata", {}) for cell in notebook["cells"] for output in cell.get("outputs", [])]
     return [note[CLAIM_KEY] for note in notes if CLAIM_KEY in note]
 
 
@@ -71,7 +69,10 @@ def collect(app: Sphinx, doctree: nodes.document) -> None:
     page = app.env.docname
     if "kernelspec" not in app.env.metadata.get(page, {}):
         return
-    found = read_claims(Path(app.outdir).parent / "jupyter_execute" / f"{page}.ipynb")
+    try:
+        found = read_claims(executed(page, app.config.kvbook_outputs_key))
+    except KeyError:  # the notebook failed, which is reported elsewhere
+        found = []
     slugs = [claim["slug"] for claim in found]
     for slug in sorted({slug for slug in slugs if slugs.count(slug) > 1}):
         LOGGER.warning("two claims of this page have the anchor %s: make the sentences differ", slug, location=page)

@@ -24,12 +24,15 @@ _INLINE_IMAGE = re.compile(r'(<img class="kvlab-image" src=")data:image/png;base
 _MENDED = (
     ('<summary><span class="toctree-toggle"', '<summary aria-label="Pages below"><span class="toctree-toggle"'),
     ('<summary aria-label="Toggle hidden content">', "<summary>"),
+    ('<section id="exercise-content">', "<section>"),
+    ('<section id="solution-content">', "<section>"),
     ('role="doc-biblioentry"', 'role="listitem"'),
 )
 
 
 def connect(app: Sphinx) -> None:
     app.connect("config-inited", configure, priority=200)
+    app.connect("builder-inited", forget_old_files)
     app.connect("html-page-context", tidy_scripts, priority=900)
     app.connect("html-page-context", store_images, priority=910)
     app.connect("build-finished", mend_markup)
@@ -42,6 +45,14 @@ def configure(app: Sphinx, config: Config) -> None:
     config.html_static_path.append(str(STATIC))
     config.ogp_site_url = config.html_baseurl
     config.linkcode_resolve = link_to_code
+
+
+def forget_old_files(app: Sphinx) -> None:
+    """Sphinx warns when a file of ours has changed since the last build and would be overwritten."""
+    for path in STATIC.rglob("*"):
+        old = Path(app.outdir) / "_static" / path.relative_to(STATIC)
+        if path.is_file() and old.is_file():
+            old.unlink()
 
 
 def link_to_code(domain: str, info: dict[str, str]) -> str | None:

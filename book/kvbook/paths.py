@@ -35,7 +35,7 @@ class ReadingPath(SphinxDirective):
         for line in filter(None, (text.strip() for text in self.content)):
             page, _, words = (part.strip() for part in line.partition("|"))
             source = Path(self.env.srcdir) / f"{page}.md"
-            if not source.exists():
+            if page not in self.env.found_docs:
                 continue
             self.env.note_dependency(str(source))
             stop = read_stop(source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,15 +13,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "book"))
 
-from kvbook import addresses, browser  # noqa: E402
+from kvbook import addresses, browser, execution  # noqa: E402
 from kvbook.checks import Site  # noqa: E402
-from kvbook.layout import BUILD, SITE, numbered_chapters  # noqa: E402
+from kvbook.layout import SITE, numbered_chapters  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def built() -> Path:
     """The folder of the built book; `make test` has just built it, otherwise it is built here."""
-    if not os.environ.get("KVLAB_BOOK_IS_BUILT"):
+    state = os.environ.get("KVLAB_BOOK_IS_BUILT")
+    assert state != "failed", "the book was not built, see above"
+    if state != "yes":
         done = subprocess.run([sys.executable, "book/build_book.py"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return SITE
@@ -37,8 +38,8 @@ def site(built: Path) -> Site:
 @pytest.fixture(scope="session")
 def executed(built: Path) -> dict[str, dict[str, Any]]:
     """The executed notebooks by name."""
-    folder = BUILD / "jupyter_execute"
-    return {path.stem: json.loads((folder / f"{path.stem}.ipynb").read_text("utf8")) for path in numbered_chapters()}
+    key = execution.outputs_key()
+    return {path.stem: execution.executed(path.stem, key) for path in numbered_chapters()}
 
 
 @pytest.fixture(scope="session")
