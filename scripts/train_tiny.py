@@ -289,7 +289,7 @@ def main() -> None:
         "held_out_bytes_per_token": round(bytes_per_token, 3),
         "parameters": sum(p.numel() for p in model.parameters()),
         "batch": recipe.batch,
-        "seed": SEED,
+        "seed": str(SEED),
         "torch": torch.__version__,
     }
     export(model, tokenizer, curve, facts)
