@@ -87,7 +87,7 @@ def attend(
 
 
 def _lower_right(queries: int, keys: int) -> Tensor:
-    """Causal, with the last query at the last key. Imported here: the module brings torch's compiler, a second's work."""
+    """Causal, the last query at the last key. Imported late: the module brings torch's compiler, a second's work."""
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right(queries, keys)
