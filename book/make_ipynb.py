@@ -38,10 +38,9 @@ if importlib.util.find_spec("kvlab") is None:
         for name, version in here.items():
             if re.fullmatch(r"\\d+(\\.\\d+)*((a|b|rc|\\.post|\\.dev)\\d+)*(\\+[a-z0-9.]+)?", version):
                 print(f"{name}=={version}", file=keep)
-    address = os.environ.get("KVLAB_REPO", "REPOSITORY")
-    package = f"kvlab[book] @ git+{address}"
+    source = "git+" + os.environ.get("KVLAB_REPO", "REPOSITORY")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-c", keep.name, package], check=True)
+    subprocess.run([*pip, "-c", keep.name, source, "kvlab[book]"], check=True)
     importlib.invalidate_caches()
 """
 
