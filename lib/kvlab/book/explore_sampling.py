@@ -38,6 +38,11 @@ class Bar:
         """Whether it can be drawn."""
         return self.drawn > 0
 
+    @property
+    def length(self) -> float:
+        """Of the bar: the probability of a draw, or what a dropped token had to offer."""
+        return self.drawn if self.kept else self.offered
+
 
 @dataclass(frozen=True)
 class Outlook:
@@ -96,8 +101,8 @@ def sampling_picture(
     rows = -(-len(looks) // columns)
     with figure(
         alt,
-        "The same logits under different knobs. Length: probability after the temperature. Blue can be drawn, "
-        "grey was dropped; the second line of a title counts all that can be drawn, beyond the bars as well.",
+        "The same logits under different knobs; a dot is a space. Blue: the probability of a draw. Grey: what a "
+        "dropped token had. The second line of a title counts all that can be drawn, beyond the bars shown as well.",
         rows=rows,
         columns=columns,
         size=(7.4, 0.4 + rows * (0.7 + 0.17 * n_bars)),
@@ -113,7 +118,7 @@ def sampling_picture(
 
 def _draw_bars(panel: Any, title: str, look: Outlook) -> None:
     colours = [DECODE if bar.kept else IDLE for bar in look.bars]
-    panel.barh(range(len(look.bars)), [bar.offered for bar in look.bars], color=colours)
+    panel.barh(range(len(look.bars)), [bar.length for bar in look.bars], color=colours)
     panel.set(yticks=range(len(look.bars)), yticklabels=[_in_figure(bar.piece) for bar in look.bars])
     panel.invert_yaxis()
     panel.grid(axis="y", visible=False)
@@ -187,7 +192,7 @@ class SamplingExplorer:
 
 def _as_html(look: Outlook, drawn: Sequence[str]) -> str:
     """The bars as a small table of plain HTML: quick to redraw at every move of a slider."""
-    longest = max(bar.offered for bar in look.bars)
+    longest = max(bar.length for bar in look.bars)
     rows = "".join(_html_row(bar, longest) for bar in look.bars)
     words = " | ".join(html.escape(piece.replace("\n", "\\n")) for piece in drawn[-40:])
     said = f"<div><b>drawn:</b> {words}</div>" if drawn else ""
@@ -199,7 +204,7 @@ def _as_html(look: Outlook, drawn: Sequence[str]) -> str:
 
 def _html_row(bar: Bar, longest: float) -> str:
     colour, fate = (DECODE, f"{bar.drawn:.1%}") if bar.kept else (IDLE, "dropped")
-    width = 14 * bar.offered / longest
+    width = 14 * bar.length / longest
     return (
         f'<tr><td style="text-align:right;padding:0 .5em"><code>{html.escape(bar.piece)}</code></td>'
         f'<td style="width:14em"><div style="background:{colour};height:.8em;width:{width:.2f}em"></div></td>'
