@@ -13,7 +13,7 @@ from pathlib import Path
 from kvbook.layout import ROOT
 
 # Files that repeat the addresses, beside `_config.yml` and the notebooks, which are made from it.
-FOLLOWERS = ("README.md", "CONTRIBUTING.md", "pyproject.toml")
+FOLLOWERS = ("README.md", "CONTRIBUTING.md", "pyproject.toml", "chapters/index.md")
 
 
 @dataclass(frozen=True)

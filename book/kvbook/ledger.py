@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from docutils import nodes
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
@@ -16,6 +18,7 @@ from kvlab.book.claims import CLAIM_KEY
 
 LOGGER = logging.getLogger(__name__)
 LEDGER_PAGE = "claims"
+_ANCHOR = re.compile(r'<(?:div|figure) class="kvlab-[\w -]+" id="([\w-]+)"')
 
 
 class ledger_node(nodes.General, nodes.Element):
@@ -69,14 +72,23 @@ def collect(app: Sphinx, doctree: nodes.document) -> None:
     page = app.env.docname
     if "kernelspec" not in app.env.metadata.get(page, {}):
         return
+    _link_outputs(doctree)
     try:
         found = read_claims(executed(page, app.config.kvbook_outputs_key))
     except KeyError:  # the notebook failed, which is reported elsewhere
-        found = []
+        return
     slugs = [claim["slug"] for claim in found]
     for slug in sorted({slug for slug in slugs if slugs.count(slug) > 1}):
         LOGGER.warning("two claims of this page have the anchor %s: make the sentences differ", slug, location=page)
     claims_of(app.env)[page] = found
+
+
+def _link_outputs(doctree: nodes.document) -> None:
+    """``[words](#name)`` may lead to an anchor inside an output of the same page: a claim, a figure with a name."""
+    names = {name for raw in doctree.findall(nodes.raw) for name in _ANCHOR.findall(raw.astext())}
+    for link in list(doctree.findall(pending_xref)):
+        if link.get("reftype") == "myst" and link.get("reftarget") in names:
+            link.replace_self(nodes.reference("", "", *link.children, internal=True, refuri=f"#{link['reftarget']}"))
 
 
 def purge(app: Sphinx, env: BuildEnvironment, page: str) -> None:
@@ -102,7 +114,10 @@ def resolve(app: Sphinx, doctree: nodes.document, page: str) -> None:
 
 def _resolve_link(app: Sphinx, link: nodes.reference, page: str) -> None:
     target, slug = link["kvbook_claim"]
-    if slug not in {claim["slug"] for claim in claims_of(app.env).get(target, [])}:
+    known = claims_of(app.env)
+    # Of a notebook that failed nothing is known; that it failed is said already.
+    failed = target not in known and target in app.env.found_docs
+    if not failed and slug not in {claim["slug"] for claim in known.get(target, [])}:
         LOGGER.warning("no claim %s on page %s", slug, target, location=link)
     del link["kvbook_claim"]
     link["refuri"] = f"#{slug}" if target == page else f"{app.builder.get_relative_uri(page, target)}#{slug}"

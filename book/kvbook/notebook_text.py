@@ -32,6 +32,7 @@ class Library:
     titles: dict[str, str] = field(default_factory=dict)
     labels: dict[str, tuple[str, str]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    outputs: set[tuple[str, str]] = field(default_factory=set)
 
     def url(self, page: str, anchor: str = "") -> str:
         return f"{self.site}/{page}.html" + (f"#{anchor}" if anchor else "")
@@ -47,6 +48,7 @@ def read_library(chapters: Path, site: str) -> Library:
         for line in path.read_text("utf8").splitlines():
             label = _LABEL.match(line)
             named = re.match(r"^:(?:name|label):\s*(\S+)\s*$", line) or re.match(r"^\$\$ \((\S+)\)$", line)
+            library.outputs.update((page, name) for name in re.findall(r"\bname=\"([\w-]+)\"", line))
             heading = re.match(r"^#+ (.+)$", line)
             opened = found["title"].strip() if (found := _OPEN.match(line)) else opened
             if label:
@@ -179,7 +181,9 @@ class Translator:
             return self.library.url(file.removesuffix(".md"), anchor)
         if file:
             raise NotebookError(f"{self.page}: the link to {target} leads nowhere from a notebook")
-        return self.library.url(self._label(anchor)[0] if anchor in self.library.labels else self.page, anchor)
+        if (self.page, anchor) in self.library.outputs or anchor.startswith("claim-"):
+            return self.library.url(self.page, anchor)
+        return self.library.url(self._label(anchor)[0], anchor.lower().replace("_", "-"))
 
     def _label(self, label: str) -> tuple[str, str]:
         if label not in self.library.labels:
