@@ -105,5 +105,7 @@ _BOX = "line-height:1.9;margin:.6em 0;color:inherit"
 def _chip(chip: Chip) -> str:
     shown = html.escape(chip.text.replace("\n", "⏎"))
     delay = "" if chip.seconds is None else f";animation-delay:{chip.seconds:.3f}s"
-    style = f"{_STYLE[chip.kind]};border-radius:3px;padding:2px 1px;margin-right:2px;white-space:pre-wrap{delay}"
+    # A box of its own, so that a line never breaks behind the space that a token begins with.
+    box = "display:inline-block;line-height:1.5;border-radius:3px;padding:0 1px;margin:1px 2px 1px 0"
+    style = f"{_STYLE[chip.kind]};{box};white-space:pre-wrap{delay}"
     return f'<span style="{style}">{shown}</span>'
