@@ -91,6 +91,7 @@ def _make_reference(family: str) -> Any:
         ),
         "llama": lambda: hf.LlamaConfig(**_sizes(rms_norm_eps=1e-5)),
         "llama-tied": lambda: hf.LlamaConfig(**_sizes(tie_word_embeddings=True)),
+        "llama-biased": lambda: hf.LlamaConfig(**_sizes(attention_bias=True, mlp_bias=True)),
         "llama3": lambda: hf.LlamaConfig(
             **_sizes(
                 max_position_embeddings=256,

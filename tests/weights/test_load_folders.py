@@ -16,7 +16,7 @@ from kvlab.errors import ConfigError, DeviceError, PromptError, WeightsError
 from kvlab.weights import load, read_config, read_model, write_folder
 from kvlab.weights.layout import from_hf, to_hf
 
-FAMILIES = ["gpt2", "llama", "llama-tied", "llama3", "mistral", "qwen2", "qwen3"]
+FAMILIES = ["gpt2", "llama", "llama-tied", "llama-biased", "llama3", "mistral", "qwen2", "qwen3"]
 Saved = Callable[..., Path]
 Reference = Callable[[str], Any]
 
@@ -262,7 +262,7 @@ def test_a_folder_without_a_tokenizer(saved: Saved) -> None:
     assert read_model(folder).config.n_layer == 2  # the model alone is whole
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "llama3", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "llama-biased", "llama3", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("shard_bytes", [10**9, 60_000])
 def test_what_is_saved_is_what_was_loaded(
     family: str, shard_bytes: int, saved: Saved, reference: Reference, tokens: torch.Tensor, tmp_path: Path
@@ -273,6 +273,8 @@ def test_what_is_saved_is_what_was_loaded(
     state, rules = to_hf(first.config, first.model.state_dict()), first.tokenizer.rules.to_str()
     folder = tmp_path / "out"
     write_folder(folder, first.config, state.items(), rules, first.tokenizer.settings(), shard_bytes=shard_bytes)
+    files = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    assert len(files) > 1 if shard_bytes == 60_000 else len(files) == 1
     again = load(folder)
     assert again.config.with_(name=family) == first.config.with_(name=family)
     assert torch.equal(again.model(tokens), first.model(tokens))

@@ -48,7 +48,7 @@ def test_weights_are_what_gguf_dequantizes(kind: Kind, path: Path, reference: Re
         assert np.array_equal(weights.numpy(), meant[name]), name
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "llama-biased", "qwen2", "qwen3"])
 def test_logits_equal_those_of_transformers(
     family: str, path: Path, reference: Reference, bpe: Tokenizer, tokens: torch.Tensor, quiet: None
 ) -> None:
@@ -136,7 +136,7 @@ def test_a_truncated_file(
     write_gguf(path, reference("llama"), bpe)
     whole = path.read_bytes()
     path.write_bytes(whole[: keep if isinstance(keep, int) else int(keep * len(whole))])
-    with pytest.raises(WeightsError, match=r"model\.gguf (is not a whole GGUF file|ends at byte).*download it again"):
+    with pytest.raises(WeightsError, match=r"model\.gguf is not a whole GGUF file.*download it again"):
         load(path)
     assert not list(private_cache.glob("gguf/*"))
 
@@ -312,7 +312,7 @@ def test_the_import_is_late() -> None:
     import subprocess
 
     code = (
-        "import sys, kvlab.weights; "
+        "import sys, kvlab; kvlab.load('tiny'); "
         "late = {'gguf', 'transformers', 'huggingface_hub', 'jinja2', 'rich', 'torch._dynamo'}; "
         "print(sorted(late & set(sys.modules)))"
     )

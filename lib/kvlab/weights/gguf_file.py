@@ -67,21 +67,14 @@ class GGUFFile:
             raise WeightsError(
                 f"{path} is not a whole GGUF file ({type(failure).__name__}: {failure}); download it again"
             ) from None
-        self._require_whole()
+        if (parts := int(self.metadata.get("split.count", 1))) > 1:
+            raise WeightsError(f"{path} is one of {parts} parts; join them with llama.cpp's gguf-split --merge")
 
     def tensors(self) -> Iterator[RawTensor]:
         """Every tensor, in the order of the file."""
         for tensor in self._reader.tensors:
             shape = tuple(int(n) for n in reversed(tensor.shape))
             yield RawTensor(tensor.name, tensor.tensor_type.name, shape, tensor.data)
-
-    def _require_whole(self) -> None:
-        size = self.path.stat().st_size
-        end = max((int(t.data_offset) + int(t.n_bytes) for t in self._reader.tensors), default=0)
-        if end > size:
-            raise WeightsError(f"{self.path} ends at byte {size} and its tensors need {end}; download it again")
-        if (parts := int(self.metadata.get("split.count", 1))) > 1:
-            raise WeightsError(f"{self.path} is one of {parts} parts; join them with llama.cpp's gguf-split --merge")
 
 
 def dequantize(tensor: RawTensor) -> Float[Tensor, "..."]:

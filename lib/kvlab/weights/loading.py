@@ -9,11 +9,13 @@ import torch
 
 from kvlab.config import ModelConfig
 from kvlab.devices import pick_device, pick_dtype
+from kvlab.errors import WeightsError
 from kvlab.model import GPT
 from kvlab.weights.folder import read_config, read_model, write_folder
 from kvlab.weights.layout import to_hf
 from kvlab.weights.progress import Progress
-from kvlab.weights.routes import find
+from kvlab.weights.routes import Found, find
+from kvlab.weights.store import cache_folder
 from kvlab.weights.tokenizer import Tokenizer, read_tokenizer
 
 
@@ -81,7 +83,16 @@ def load(
     place = pick_device(None if device is None else str(device))
     kind = pick_dtype(place, None if dtype is None else str(dtype).removeprefix("torch."))
     found = find(name_or_path, progress)
+    try:
+        return _read(found, place, kind)
+    except WeightsError as failure:
+        if not found.folder.is_relative_to(cache_folder()):
+            raise
+        raise WeightsError(f"{failure}; first delete {found.folder}, which is in kvlab's cache") from None
+
+
+def _read(found: Found, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     config = read_config(found.folder, found.name)
     tokenizer = read_tokenizer(found.folder, config)
-    model = read_model(found.folder, config, device=place, dtype=kind)
+    model = read_model(found.folder, config, device=device, dtype=dtype)
     return LoadedModel(model=model, tokenizer=tokenizer, config=config, name=found.name, source=found.source)
