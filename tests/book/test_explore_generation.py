@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 import kvlab
-from kvlab.book.chips import Chip, playback, token_line
+from kvlab.book.chips import Chip, Markup, playback, token_line, watch
 from kvlab.book.colours import CACHE, DECODE, PREFILL
 from kvlab.book.explore_generation import Recording, explore, picture, record, step_html
 from kvlab.generation import Generation, Sampling
@@ -112,6 +113,26 @@ def test_playback_delays_each_chip_and_spares_who_wants_less_motion() -> None:
     assert first.plain == "The sky"
     ids = [re.findall(r'id="([^"]+)"', page.source)[0] for page in (first, second)]
     assert ids[0] != ids[1]
+
+
+def test_an_answer_is_shown_while_it_is_made(lm: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[Markup] = []
+
+    class Screen:
+        update = staticmethod(frames.append)
+
+    def display(first: Markup, display_id: bool) -> Screen:
+        frames.append(first)
+        return Screen()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    generation = kvlab.generate(lm, PROMPT, max_new_tokens=NEW, ignore_eos=True)
+    watch(generation)
+    shown = [frame.plain.replace("|", "") for frame in frames]
+    assert shown[0] == ""
+    assert shown[-1] == generation.text
+    assert all(later.startswith(earlier) for earlier, later in pairwise(shown))
+    assert [frame for frame in frames if "@keyframes" in frame.source] == frames[-1:]
 
 
 def test_the_picture_draws_any_token(recorded: tuple[Generation, Recording], monkeypatch: pytest.MonkeyPatch) -> None:

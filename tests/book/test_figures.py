@@ -50,6 +50,16 @@ def test_the_stamp_stands_below_the_picture(shown: list[Any], monkeypatch: pytes
     assert stamp.get_window_extent().y1 <= label.y0
 
 
+def test_the_stamp_stands_below_a_legend_too(shown: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(figures._STAMP, "text", "CPU · float32 · abc1234")
+    with figure("a timeline", size=(7.2, 2.9)) as (drawing, axes):
+        timeline(axes, [Row("A", [(0, 20, "prefill"), (20, 5, "decode")])])
+    stamp = next(text for text in drawing.texts if "abc1234" in text.get_text())
+    legend = drawing.legends[0].get_window_extent()
+    assert stamp.get_window_extent().y1 <= legend.y0
+    assert legend.y1 <= axes.xaxis.label.get_window_extent().y0
+
+
 def test_timeline_draws_each_span_in_its_colour_and_the_wait_between() -> None:
     _, axes = plt.subplots()
     timeline(axes, [Row("A", [(10, 20, "prefill"), (30, 5, "decode"), (45, 5, "decode")], arrival=0)], title="A waits")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvlab.book.colours import DECODE_SURFACE, IDLE, PREFILL_SURFACE
+
+if TYPE_CHECKING:
+    from kvlab.generation import TokenStep
 
 Kind = Literal["prompt", "prefill", "decode", "part"]
 
@@ -97,6 +100,24 @@ def playback(chips: Sequence[Chip], label: str = "") -> Markup:
     plain = "".join(chip.text for chip in chips)
     body = f'<div class="{name}" style="{_BOX}">{box}<div>{chips_html(chips)}</div></div>'
     return Markup(f"<style>{frames}{rules}</style>{body}", plain)
+
+
+def watch(generation: Iterable[TokenStep], label: str = "") -> None:
+    """Show an answer while it is made, token by token; what stays on the page can be played again.
+
+    Args:
+        generation: from :func:`kvlab.generate`; of a batch, the first row is shown.
+        label: printed above the answer.
+    """
+    from IPython.display import display
+
+    chips: list[Chip] = []
+    screen = display(token_line(chips, label), display_id=True)
+    for step in generation:
+        if step.row == 0 and step.text:
+            chips.append(Chip(step.text, step.phase, step.seconds))
+            screen.update(token_line(chips, label))
+    screen.update(playback(chips, label))
 
 
 _BOX = "line-height:1.9;margin:.6em 0;color:inherit"

@@ -137,10 +137,13 @@ def _write_stamp(drawing: Figure) -> None:
         return
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    strip = _STAMP_INCHES / drawing.get_figheight()
+    strip = bottom = _STAMP_INCHES / drawing.get_figheight()
     layout = drawing.get_layout_engine()
     if isinstance(layout, ConstrainedLayoutEngine):
-        layout.set(rect=(0, strip, 1, 1 - strip))
+        for legend in drawing.legends:  # below the axes, but above the strip
+            bottom += legend.get_window_extent().height / drawing.bbox.height
+            legend.set_bbox_to_anchor((0, strip, 1, 1 - strip), transform=drawing.transFigure)
+        layout.set(rect=(0, bottom, 1, 1 - bottom))
     drawing.text(0.995, 0.3 * strip, _STAMP["text"], ha="right", va="bottom", fontsize=6, color="#6B7280")
 
 
