@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvlab.cache import ContiguousCache, Visibility, make_cache, positions_from_mask
+from kvlab.cache import ContiguousCache, View, Visibility, make_cache, positions_from_mask
 from kvlab.errors import CacheFull, CannotCrop, ConfigError
 from kvlab.model import GPT
 
@@ -247,6 +247,13 @@ def test_the_cheapest_class_that_obeys_the_rule(
     step = cache.begin(positions_from_mask(torch.tensor(mask).bool(), seen))
     assert step.view(0).visibility is kind
     assert (step.view(0).mask is None) == (kind is not Visibility.MASK)
+
+
+@pytest.mark.parametrize("kind", list(Visibility))
+def test_a_view_has_a_mask_exactly_where_its_class_needs_one(kind: Visibility) -> None:
+    mask = None if kind is Visibility.MASK else torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    with pytest.raises(ConfigError, match=f"class {kind.name} (lacks|has) a mask"):
+        View(kind, mask)
 
 
 @pytest.mark.parametrize("positions", [[[1, 2]], [[0, 2]], [[0], [0]], [[]]])

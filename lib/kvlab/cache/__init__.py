@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvlab.cache.base import KVCache, Step, View, Visibility, positions_from_mask, visible
+from kvlab.cache.base import KVCache, Step, View, Visibility, classify, positions_from_mask, visible
 from kvlab.cache.contiguous import ContiguousCache, NoCache
 from kvlab.config import ModelConfig
 from kvlab.errors import ConfigError
@@ -16,6 +16,7 @@ __all__ = [
     "Step",
     "View",
     "Visibility",
+    "classify",
     "make_cache",
     "positions_from_mask",
     "visible",

@@ -46,10 +46,20 @@ class View:
     Args:
         visibility: the class of the rule.
         mask: the rule as a tensor for ``MASK``, else None. True is visible.
+
+    Raises:
+        ConfigError: the class is ``MASK`` and there is no mask, or the other way round.
     """
 
     visibility: Visibility
     mask: Bool[Tensor, "batch heads time keys"] | None = None
+
+    def __post_init__(self) -> None:
+        # Attention takes a missing mask for "no mask": every query would see every key, and nothing would complain.
+        if (self.mask is None) == (self.visibility is Visibility.MASK):
+            raise ConfigError(
+                f"a view of class {self.visibility.name} {'lacks' if self.mask is None else 'has'} a mask"
+            )
 
 
 @dataclass(frozen=True)
