@@ -40,8 +40,8 @@ class ReadingPath(SphinxDirective):
             self.env.note_dependency(str(source))
             stop = read_stop(source)
             minutes += stop.read + stop.run
-            stops.append(f"1. {{doc}}`{stop.title} </{page}>`{_minutes(stop)}{f': {words}' if words else ''}")
-        if minutes:
+            stops.append(f"- {{doc}}`{stop.title} </{page}>`{_minutes(stop)}{f': {words}' if words else ''}")
+        if len(stops) > 1:
             stops += ["", f"Together {minutes} minutes."]
         holder = nodes.container(classes=["kvlab-path"])
         self.state.nested_parse(StringList(stops, self.get_source_info()[0]), self.content_offset, holder)
