@@ -23,6 +23,7 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     status: int = 200
     silent: bool = False
+    outwaited: bool = False
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
     url: str = ""
 
@@ -71,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.hub, self.path.split("?")[0].strip("/")
         hub.asked.append((self.command, path, self.headers.get("Authorization")))
         if hub.silent:
-            hub.stopped.wait(20)
+            hub.outwaited = not hub.stopped.wait(5)
             return
         repo = "/".join(path.removeprefix("api/models/").split("/")[:2])
         if hub.status != 200:

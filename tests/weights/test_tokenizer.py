@@ -47,6 +47,12 @@ def test_half_a_character_is_shown_as_bytes(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_bytes(10_000) == b""  # padding of the embedding
 
 
+def test_added_tokens_are_not_spelled_in_the_byte_alphabet(bpe: Rules) -> None:
+    rules = Rules.from_str(bpe.to_str())
+    rules.add_tokens(["<Ġé>"])
+    assert Tokenizer(rules).tokens([rules.token_to_id("<Ġé>")]) == ["<Ġé>"]
+
+
 def test_ids_of_beginning_and_end(bpe: Rules) -> None:
     assert Tokenizer(bpe, special={"eos_token": "</s>"}).eos_token_ids == (1,)
     assert Tokenizer(bpe, special={"eos_token": "</s>"}, eos_token_ids=[3, 1]).eos_token_ids == (3, 1)

@@ -113,7 +113,6 @@ def _sentencepiece(file: GGUFFile) -> str:
         ) from None
     made = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
     rules = Tokenizer.from_str(made.backend_tokenizer.to_str())
-    rules.post_processor = processors.Sequence([])
     if file.metadata.get("tokenizer.ggml.add_bos_token", True):
         _add_bos(rules, file.metadata["tokenizer.ggml.bos_token_id"])
     return rules.to_str()
