@@ -36,7 +36,8 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     monkeypatch.setenv("HF_HOME", str(folder / "hf"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "PIP_FIND_LINKS"):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     return folder / "kvlab"

@@ -271,3 +271,4 @@ def test_an_unknown_name(name: str, quiet: None) -> None:
     near = {"tinny": "tiny", "smolm2": "smollm2", "TINY": "tiny"}.get(name)
     assert (f"did you mean {near}?" in message) if near else "did you mean" not in message
     assert "\n" not in message
+    assert len(message) < 300

@@ -88,7 +88,11 @@ def _download(work: Path) -> Path:
 
 
 def _reason(stderr: str) -> str:
-    """The last thing that pip calls an error."""
+    """What kept pip from it, in one line: the network, no pip at all, or the last thing that it calls an error."""
+    if "Retrying (" in stderr:
+        return "the package index cannot be reached; check the network"
+    if "No module named pip" in stderr:
+        return "this Python has no pip; run: python -m ensurepip"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
     return (errors or lines or ["it gave no reason"])[-1].removeprefix("ERROR: ")

@@ -62,9 +62,10 @@ def unknown(name: str) -> str:
         name: what was asked for.
     """
     near = get_close_matches(name.lower(), NAMES, n=2, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = f"; did you mean {' or '.join(near)}?" if near else "."
+    shown = name if len(name) <= 80 else f"{name[:77]}..."
     return (
-        f"no model, file or folder is called {name!r}: {hint}Give {', '.join(NAMES)}, a folder with config.json and "
+        f"no model, file or folder is called {shown!r}{hint} Give {', '.join(NAMES)}, a folder with config.json and "
         "safetensors, a .gguf file, or a Hub id such as Qwen/Qwen2.5-0.5B-Instruct"
     )
 
