@@ -15,7 +15,7 @@ from test_store import Terminal
 
 import kvlab.weights.hub as hub_module
 from kvlab.errors import ConfigError, UnknownModel, WeightsError
-from kvlab.weights import load
+from kvlab.weights import load, write_folder
 from kvlab.weights.hub import hub_folder, is_hub_id
 
 REPO = "somebody/small-llama"
@@ -199,6 +199,24 @@ def test_an_unknown_family_costs_no_download(start: Callable[..., Hub], saved: S
     with pytest.raises(ConfigError, match="mamba2"):
         load(REPO)
     assert not any(path.endswith(WEIGHTS) for _, path, _ in hub.asked)
+    assert left_in(private_cache) == []
+
+
+@pytest.mark.parametrize("gone", ["tokenizer.json", "model-00002.safetensors"])
+def test_an_incomplete_repository_costs_no_download(
+    gone: str, start: Callable[..., Hub], saved: Saved, private_cache: Path, tmp_path: Path
+) -> None:
+    from kvlab.weights.layout import to_hf
+
+    first = load(saved("llama"))
+    tensors = to_hf(first.config, first.model.state_dict()).items()
+    write_folder(tmp_path / "parts", first.config, tensors, first.tokenizer.rules.to_str(), shard_bytes=100_000)
+    files = contents(tmp_path / "parts")
+    del files[gone]
+    hub = start(files)
+    with pytest.raises(WeightsError, match=f"{REPO} lacks {gone}, which kvlab needs"):
+        load(REPO)
+    assert not any(path.endswith(".safetensors") for _, path, _ in hub.asked)
     assert left_in(private_cache) == []
 
 

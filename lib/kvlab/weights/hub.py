@@ -83,6 +83,7 @@ def fetch_hub(repo: str, progress: Progress | None = None) -> Path:
             with staging(target) as work:
                 made = work / "made"
                 remote.take([name for name in SETTINGS if name in remote.files], made)
+                remote.require(["tokenizer.json"])
                 read_config(made)  # an unknown family is refused before gigabytes are downloaded
                 weights = remote.choose_weights(made)
                 total = sum(remote.files[name].size or 0 for name in weights)
@@ -123,7 +124,7 @@ class _Remote:
         if WEIGHTS in self.files:
             return [WEIGHTS]
         if INDEX in self.files:
-            return sorted({path.name for path in shards(made, must_exist=False)} & self.files.keys())
+            return self.require([path.name for path in shards(made, must_exist=False)])
         found = [name for name in self.files if name.endswith(".safetensors") and "/" not in name]
         if len(found) == 1:
             return found
@@ -133,6 +134,14 @@ class _Remote:
                 "look for a repository with safetensors"
             )
         raise WeightsError(f"{self.repo} has no {WEIGHTS} and no index of parts; kvlab cannot tell which file to take")
+
+    def require(self, names: list[str]) -> list[str]:
+        """The names, if the repository has them all: better to know before gigabytes are downloaded."""
+        if missing := [name for name in names if name not in self.files]:
+            raise WeightsError(
+                f"{self.repo} lacks {', '.join(missing)}, which kvlab needs; look for another copy of it"
+            )
+        return names
 
     def take(self, names: list[str], folder: Path) -> None:
         """Download files and check each."""
