@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from conftest import small_config
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.config import MLA, ModelConfig, RopeScaling, preset_names, preset_source
 from kvlab.errors import ConfigError
+from toys import small_config
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,

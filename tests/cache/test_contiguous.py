@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import random_gpt, small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from kvlab.cache import ContiguousCache, View, Visibility, make_cache, positions_from_mask
 from kvlab.errors import CacheFull, CannotCrop, ConfigError
 from kvlab.model import GPT
+from toys import random_gpt, small_config
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from conftest import random_gpt, small_config
 
 from kvlab.errors import PromptError, SamplingError
 from kvlab.generation import beam_search, generate
 from kvlab.model import GPT
+from toys import random_gpt, small_config
 
 
 def log_prob(model: GPT, prompt: list[int], tokens: tuple[int, ...]) -> float:

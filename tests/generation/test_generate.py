@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from conftest import random_gpt, small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from kvlab.errors import PromptError, SamplingError
 from kvlab.generation import Sampling, decode, generate, prefill
 from kvlab.model import GPT
 from kvlab.timing import Clock
+from toys import random_gpt, small_config
 
 
 def ticking() -> Clock:

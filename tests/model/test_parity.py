@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import random_gpt, small_config
 
 from kvlab.cache import make_cache
 from kvlab.config import ModelConfig
@@ -15,6 +14,7 @@ from kvlab.errors import ConfigError, PromptError
 from kvlab.generation import generate
 from kvlab.model import GPT
 from kvlab.weights.layout import from_hf, to_hf
+from toys import random_gpt, small_config
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,

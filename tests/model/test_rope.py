@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from conftest import random_gpt, small_config
 
 from kvlab.config import RopeScaling
 from kvlab.model.rope import Rope, frequencies, rotate, unpermute
+from toys import random_gpt, small_config
 
 
 def test_rope_tables_stay_float32_when_the_model_is_cast() -> None:
