@@ -30,6 +30,8 @@ PACKAGES = (
     "ipykernel",
 )
 IGNORED = {"statements.csv"}
+# The key of the last build, for whoever wants its outputs.
+KEY_NOTE = BUILD / "outputs_key.txt"
 
 
 def outputs_key(root: Path = ROOT) -> str:
@@ -71,3 +73,5 @@ def configure(app: Sphinx, config: Config) -> None:
     config.kvbook_outputs_key = outputs_key()
     config.nb_execution_cache_path = str(cache_path(config.kvbook_outputs_key))
     config.suppress_warnings = []
+    BUILD.mkdir(exist_ok=True)
+    KEY_NOTE.write_text(config.kvbook_outputs_key)

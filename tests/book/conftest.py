@@ -38,7 +38,7 @@ def site(built: Path) -> Site:
 @pytest.fixture(scope="session")
 def executed(built: Path) -> dict[str, dict[str, Any]]:
     """The executed notebooks by name."""
-    key = execution.outputs_key()
+    key = execution.KEY_NOTE.read_text()
     return {path.stem: execution.executed(path.stem, key) for path in numbered_chapters()}
 
 
