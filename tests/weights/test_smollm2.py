@@ -15,6 +15,7 @@ import pytest
 import torch
 from gguf_maker import llama_cpp_name, permute
 
+from kvlab.generation import generate
 from kvlab.weights import LoadedModel, load
 from kvlab.weights.convert import conversion_folder
 from kvlab.weights.layout import to_hf
@@ -58,6 +59,16 @@ def test_logits_equal_those_of_transformers(prompt: str, smollm2: LoadedModel, t
         expected = theirs(ids).logits
     assert expected.abs().max() > 20
     assert (smollm2.model(ids) - expected).abs().max().item() <= 2e-4
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:2], ids=["english", "chinese"])
+def test_64_greedy_tokens_equal_those_of_transformers(prompt: str, smollm2: LoadedModel, theirs: Any) -> None:
+    ids = smollm2.tokenizer.encode(prompt)
+    expected = theirs.generate(
+        torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, len(ids) :].tolist()
+    assert len(expected) == 64
+    assert generate(smollm2, ids, max_new_tokens=64, ignore_eos=True).run().tokens[0] == expected
 
 
 def test_every_weight_is_what_gguf_dequantizes(path: Path, smollm2: LoadedModel) -> None:
@@ -112,6 +123,9 @@ def test_it_answers(smollm2: LoadedModel) -> None:
     assert smollm2.tokenizer.decode(ids[:1], skip_special=False) == "<|im_start|>"
     logits = smollm2.model(torch.tensor([ids]), last_only=True)
     assert smollm2.tokenizer.decode([int(logits.argmax())]) == "Gra"  # "Gravity is ..."
+    answer = generate(smollm2, ids, max_new_tokens=120).run()
+    assert answer.finish_reasons == ["stop"]
+    assert {"Gravity", "mass", "objects"} <= set(answer.text.replace(".", " ").replace(",", " ").split())
 
 
 def test_by_its_name() -> None:
