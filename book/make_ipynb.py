@@ -13,7 +13,7 @@ import jupytext
 import nbformat
 from kvbook import addresses
 from kvbook.layout import CHAPTERS, ROOT, numbered_chapters
-from kvbook.notebook_text import Library, NotebookError, Translator, read_library
+from kvbook.notebook_text import Book, NotebookError, Translator, read_book
 from nbformat import NotebookNode
 
 METADATA = {
@@ -45,10 +45,10 @@ if importlib.util.find_spec("kvlab") is None:
 """
 
 
-def notebook(path: Path, library: Library, repository: str) -> str:
+def notebook(path: Path, book: Book, repository: str) -> str:
     """The notebook of one chapter, as text."""
     source = jupytext.reads(path.read_text("utf8"), fmt="md:myst")
-    translator = Translator(path.stem, library)
+    translator = Translator(path.stem, book)
     cells = [made for cell in source.cells if (made := _cell(cell, translator))]
     code = [at for at, cell in enumerate(cells) if cell.cell_type == "code"]
     if not code:
@@ -57,7 +57,7 @@ def notebook(path: Path, library: Library, repository: str) -> str:
     install.metadata["cellView"] = "form"
     install.source = f"# @title Install kvlab (does nothing where it is there)\n{install.source}"
     cells.insert(code[0], install)
-    cells[0].source = _with_home(cells[0].source, library.url(path.stem))
+    cells[0].source = _with_home(cells[0].source, book.url(path.stem))
     for at, cell in enumerate(cells):
         cell["id"] = hashlib.sha256(f"{path.stem}:{at}".encode()).hexdigest()[:8]
     made = nbformat.v4.new_notebook(cells=cells, metadata=METADATA)
@@ -92,12 +92,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail when a notebook is stale")
     check: Any = parser.parse_args().check
     where = addresses.read(ROOT)
-    library = read_library(CHAPTERS, where.site)
+    book = read_book(CHAPTERS, where.site)
     stale = []
     for path in numbered_chapters():
         target = path.with_suffix(".ipynb")
         try:
-            text = notebook(path, library, where.repository)
+            text = notebook(path, book, where.repository)
         except NotebookError as error:
             raise SystemExit(f"{path.relative_to(ROOT)}: {error}") from None
         if not target.exists() or target.read_text("utf8") != text:

@@ -25,7 +25,7 @@ class NotebookError(Exception):
 
 
 @dataclass
-class Library:
+class Book:
     """What links need to know of the whole book: titles of pages, where labels are, who wrote a source."""
 
     site: str
@@ -38,9 +38,9 @@ class Library:
         return f"{self.site}/{page}.html" + (f"#{anchor}" if anchor else "")
 
 
-def read_library(chapters: Path, site: str) -> Library:
+def read_book(chapters: Path, site: str) -> Book:
     """Walk through every page of the book."""
-    library = Library(site, sources=read_sources(chapters / "references.bib"))
+    book = Book(site, sources=read_sources(chapters / "references.bib"))
     for path in sorted(chapters.rglob("*.md")):
         page = path.relative_to(chapters).with_suffix("").as_posix()
         title = opened = ""
@@ -48,20 +48,20 @@ def read_library(chapters: Path, site: str) -> Library:
         for line in path.read_text("utf8").splitlines():
             label = _LABEL.match(line)
             named = re.match(r"^:(?:name|label):\s*(\S+)\s*$", line) or re.match(r"^\$\$ \((\S+)\)$", line)
-            library.outputs.update((page, name) for name in re.findall(r"\bname=\"([\w-]+)\"", line))
+            book.outputs.update((page, name) for name in re.findall(r"\bname=\"([\w-]+)\"", line))
             heading = re.match(r"^#+ (.+)$", line)
             opened = found["title"].strip() if (found := _OPEN.match(line)) else opened
             if label:
                 waiting.append(label["label"])
             elif named:
-                library.labels[named[1]] = (page, opened or named[1])
+                book.labels[named[1]] = (page, opened or named[1])
             elif line.strip():
                 words = heading[1].strip() if heading else ""
-                library.labels.update({name: (page, words or name) for name in waiting})
+                book.labels.update({name: (page, words or name) for name in waiting})
                 waiting = []
                 title = title or (words if heading and line.startswith("# ") else "")
-        library.titles[page] = title or page
-    return library
+        book.titles[page] = title or page
+    return book
 
 
 def read_sources(bibliography: Path) -> dict[str, str]:
@@ -79,7 +79,7 @@ class Translator:
     """Translates the text cells of one page, in order; it remembers whether a solution is open between cells."""
 
     page: str
-    library: Library
+    book: Book
     solution: str = ""
 
     def cell(self, source: str) -> str:
@@ -150,7 +150,7 @@ class Translator:
         return ["", *makers[name](), ""]
 
     def _image(self, path: str, options: dict[str, str], caption: list[str]) -> list[str]:
-        address = path if path.startswith("https://") else f"{self.library.site}/_images/{Path(path).name}"
+        address = path if path.startswith("https://") else f"{self.book.site}/_images/{Path(path).name}"
         words = " ".join(self.lines(caption)).strip()
         return [f"![{options.get('alt', '')}]({address})", *(["", f"*{words}*"] if words else [])]
 
@@ -178,17 +178,17 @@ class Translator:
         """A link to another source file or label, as an address of the site."""
         file, _, anchor = target.partition("#")
         if file.endswith(".md"):
-            return self.library.url(file.removesuffix(".md"), anchor)
+            return self.book.url(file.removesuffix(".md"), anchor)
         if file:
             raise NotebookError(f"{self.page}: the link to {target} leads nowhere from a notebook")
-        if (self.page, anchor) in self.library.outputs or anchor.startswith("claim-"):
-            return self.library.url(self.page, anchor)
-        return self.library.url(self._label(anchor)[0], anchor.lower().replace("_", "-"))
+        if (self.page, anchor) in self.book.outputs or anchor.startswith("claim-"):
+            return self.book.url(self.page, anchor)
+        return self.book.url(self._label(anchor)[0], anchor.lower().replace("_", "-"))
 
     def _label(self, label: str) -> tuple[str, str]:
-        if label not in self.library.labels:
+        if label not in self.book.labels:
             raise NotebookError(f"{self.page}: no page of the book has the label {label}")
-        return self.library.labels[label]
+        return self.book.labels[label]
 
     def _role(self, name: str, body: str) -> str:
         found = _TARGET.match(body)
@@ -206,34 +206,32 @@ class Translator:
 
     def _role_ref(self, words: str, label: str) -> str:
         page, title = self._label(label)
-        return f"[{words or title}]({self.library.url(page, label.lower().replace('_', '-'))})"
+        return f"[{words or title}]({self.book.url(page, label.lower().replace('_', '-'))})"
 
     _role_numref = _role_ref
 
     def _role_eq(self, words: str, label: str) -> str:
-        return f"[{words or 'the equation'}]({self.library.url(self._label(label)[0], f'equation-{label}')})"
+        return f"[{words or 'the equation'}]({self.book.url(self._label(label)[0], f'equation-{label}')})"
 
     def _role_term(self, words: str, term: str) -> str:
         anchor = re.sub(r"[^A-Za-z0-9_.]+", "-", term).strip("-")
-        return f"[{words or term}]({self.library.url('glossary', f'term-{anchor}')})"
+        return f"[{words or term}]({self.book.url('glossary', f'term-{anchor}')})"
 
     def _role_doc(self, words: str, target: str) -> str:
         page = target.lstrip("/")
-        if page not in self.library.titles:
+        if page not in self.book.titles:
             raise NotebookError(f"{self.page}: there is no page {page}")
-        return f"[{words or self.library.titles[page]}]({self.library.url(page)})"
+        return f"[{words or self.book.titles[page]}]({self.book.url(page)})"
 
     def _role_claim(self, words: str, target: str) -> str:
         page, _, slug = target.rpartition("#")
-        return f"[{words or slug}]({self.library.url(page or self.page, slug)})"
+        return f"[{words or slug}]({self.book.url(page or self.page, slug)})"
 
     def _cite(self, keys: str, bare: bool) -> str:
-        missing = [key for key in re.split(r",\s*", keys) if key not in self.library.sources]
+        missing = [key for key in re.split(r",\s*", keys) if key not in self.book.sources]
         if missing:
             raise NotebookError(f"{self.page}: references.bib has no {', '.join(missing)}")
-        links = [
-            f"[{self.library.sources[key]}]({self.library.url('bibliography')})" for key in re.split(r",\s*", keys)
-        ]
+        links = [f"[{self.book.sources[key]}]({self.book.url('bibliography')})" for key in re.split(r",\s*", keys)]
         return ", ".join(links) if bare else f"({'; '.join(links)})"
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import make_ipynb
 import pytest
-from kvbook.notebook_text import Library, NotebookError, Translator, read_library
+from kvbook.notebook_text import Book, NotebookError, Translator, read_book
 
 SITE = "https://s.io/k"
-LIBRARY = Library(
+BOOK = Book(
     SITE,
     titles={"01_a": "1. A", "02_b": "2. B"},
     labels={"far": ("02_b", "Far away"), "eq-x": ("01_a", "eq-x"), "ex-1": ("01_a", "Pencil: bytes")},
@@ -20,7 +20,7 @@ LIBRARY = Library(
 
 
 def say(text: str) -> str:
-    return Translator("01_a", LIBRARY).cell(text)
+    return Translator("01_a", BOOK).cell(text)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_what_has_no_form_in_a_notebook_is_refused(myst: str) -> None:
 
 
 def test_a_solution_is_folded_across_cells() -> None:
-    translator = Translator("01_a", LIBRARY)
+    translator = Translator("01_a", BOOK)
     first = translator.cell("Before.\n\n```{solution-start} ex-1\n:class: dropdown\n```\n\nTwo tensors.")
     second = translator.cell("In between.")
     third = translator.cell("The end.\n\n```{solution-end}\n```\n\nAfter.")
@@ -126,12 +126,12 @@ print(2)
 def made(tmp_path: Path) -> tuple[Path, str]:
     path = tmp_path / "01_a.md"
     path.write_text(CHAPTER)
-    return path, make_ipynb.notebook(path, read_library(tmp_path, SITE), "https://host/repo")
+    return path, make_ipynb.notebook(path, read_book(tmp_path, SITE), "https://host/repo")
 
 
 def test_a_notebook_is_the_same_every_time(made: tuple[Path, str]) -> None:
     path, text = made
-    assert make_ipynb.notebook(path, read_library(path.parent, SITE), "https://host/repo") == text
+    assert make_ipynb.notebook(path, read_book(path.parent, SITE), "https://host/repo") == text
 
 
 def test_the_cells_of_a_notebook(made: tuple[Path, str]) -> None:
@@ -149,6 +149,6 @@ def test_the_cells_of_a_notebook(made: tuple[Path, str]) -> None:
 
 
 def test_the_library_knows_pages_and_labels(made: tuple[Path, str]) -> None:
-    library = read_library(made[0].parent, SITE)
-    assert library.titles == {"01_a": "1. A"}
-    assert library.labels == {"far": ("01_a", "Far")}
+    book = read_book(made[0].parent, SITE)
+    assert book.titles == {"01_a": "1. A"}
+    assert book.labels == {"far": ("01_a", "Far")}
