@@ -25,6 +25,8 @@ def run(name: str, command: list[str], environment: dict[str, str]) -> tuple[str
     print(f"\n=== {name}", flush=True)
     start = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL)
+    if done.returncode < 0:
+        print(f"{name} was ended by signal {-done.returncode}")
     return name, done.returncode == 0, time.perf_counter() - start
 
 
