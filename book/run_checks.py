@@ -6,16 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from kvbook import browser
 from kvbook.layout import ROOT
 
-BIN = Path(sys.executable).parent
 STEPS = (
-    ("ruff", [str(BIN / "ruff"), "check", "."]),
-    ("format", [str(BIN / "ruff"), "format", "--check", "."]),
-    ("types", [str(BIN / "mypy")]),
+    ("lint", ["make", "lint"]),
     ("book", [sys.executable, "book/build_book.py"]),
     ("tests", [sys.executable, "-m", "pytest", "--durations=8"]),
 )

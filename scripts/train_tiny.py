@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -32,6 +33,7 @@ from torch import Tensor
 from kvlab.config import ModelConfig
 from kvlab.model import GPT
 from kvlab.timing import Clock
+from kvlab.weights import write_folder
 from kvlab.weights.layout import to_hf
 
 HERE = Path(__file__).parent
@@ -195,8 +197,6 @@ def load_checkpoint(work: Path, model: GPT, optimizer: torch.optim.AdamW) -> tup
     path = work / "checkpoint.safetensors"
     if not path.exists():
         return 0, Curve()
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
@@ -255,8 +255,6 @@ def _row(step: int, recent: list[float], held_out: float, bytes_per_token: float
 
 def export(model: GPT, tokenizer: Tokenizer, curve: Curve, facts: dict[str, Any]) -> None:
     """Write the folder that ships with kvlab."""
-    from kvlab.weights import write_folder
-
     state = {name: tensor.detach().half() for name, tensor in model.state_dict().items()}
     write_folder(OUT, CONFIG, to_hf(CONFIG, state).items(), tokenizer.to_str(), {"eos_token": END})
     (OUT / "curve.json").write_text(json.dumps({"facts": facts, "rows": curve.rows}, indent=1) + "\n")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbook.layout import ROOT
+from kvlab.book.address import repository_in
 
 # Files that repeat the addresses, beside `_config.yml` and the notebooks, which are made from it.
 FOLLOWERS = ("README.md", "CONTRIBUTING.md", "pyproject.toml", "chapters/index.md")
@@ -26,11 +27,11 @@ class Addresses:
 
 def read(root: Path = ROOT) -> Addresses:
     config = (root / "_config.yml").read_text("utf8")
-    repository = re.search(r"^repository:\n\s+url:\s*(\S+)", config, re.MULTILINE)
+    repository = repository_in(config)
     site = re.search(r"^\s+baseurl:\s*(\S+)", config, re.MULTILINE)
     if repository is None or site is None:
-        raise SystemExit("_config.yml must hold repository.url as the first line of its block, and html.baseurl")
-    return Addresses(repository[1].rstrip("/"), site[1].rstrip("/"))
+        raise SystemExit("_config.yml must hold repository.url and html.baseurl")
+    return Addresses(repository, site[1].rstrip("/"))
 
 
 def change(new: Addresses, root: Path = ROOT) -> list[str]:

@@ -5,6 +5,11 @@ class KvlabError(Exception):
     """Base of every error that kvlab raises on purpose; the command line prints it and exits with code 2."""
 
 
+def one_line(failure: BaseException) -> str:
+    """What somebody else's exception says, in one line; its kind where it says nothing."""
+    return " ".join(str(failure).split()) or type(failure).__name__
+
+
 class ConfigError(KvlabError, ValueError):
     """The shape of a model is impossible, incomplete, or of a kind that the caller cannot use."""
 

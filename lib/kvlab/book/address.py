@@ -21,10 +21,19 @@ def repository() -> str | None:
     """
     config = _ROOT / "_config.yml"
     if config.is_file():
-        found = re.search(r"^repository:\n(?:[ ]+.*\n)*?[ ]+url:\s*(\S+)", config.read_text("utf8"), re.MULTILINE)
-        return found[1].rstrip("/") if found else None
+        return repository_in(config.read_text("utf8"))
     url = str(_pip_record().get("url", ""))
     return url.removesuffix(".git").rstrip("/") if url.startswith("https://") else None
+
+
+def repository_in(config: str) -> str | None:
+    """The repository's address in the text of a ``_config.yml``, without a closing slash; None where there is none.
+
+    Args:
+        config: the text.
+    """
+    found = re.search(r"^repository:\n(?:[ ]+.*\n)*?[ ]+url:\s*(\S+)", config, re.MULTILINE)
+    return found[1].rstrip("/") if found else None
 
 
 @lru_cache(maxsize=1)

@@ -273,9 +273,10 @@ def _draw_candidates(axes: Axes, now: Moment) -> None:
 
 
 def _in_ascii(text: str) -> str:
-    """A token in letters that every font has: a missing glyph would be a warning and an empty box."""
-    spelled = text.encode("ascii", "backslashreplace").decode()
-    return spelled.replace("\n", "\\n").replace("$", "\\$").replace(" ", "\u2423")
+    """A token for a figure, with signs for what cannot be seen."""
+    from kvlab.book.figures import label_text
+
+    return label_text(text).replace("\n", "\\n").replace(" ", "\u2423")
 
 
 def _draw_cache(axes: Axes, recording: Recording, step: int) -> None:

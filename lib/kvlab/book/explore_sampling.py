@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlab.book.colours import DECODE, IDLE
-from kvlab.book.figures import figure
+from kvlab.book.figures import figure, label_text
 from kvlab.generation import Sampler, Sampling, probabilities
 
 #: Token ids to readable pieces, such as ``Tokenizer.tokens``.
@@ -127,8 +127,8 @@ def _draw_bars(panel: Any, title: str, look: Outlook) -> None:
 
 
 def _in_figure(piece: str) -> str:
-    """A piece in letters that the figure's font has, and without Matplotlib's mathematics."""
-    return piece.replace("·", "\0").encode("ascii", "backslashreplace").decode().replace("\0", "·").replace("$", r"\$")
+    """A piece for a figure; the dot that stands for a space is in its font."""
+    return "·".join(label_text(part) for part in piece.split("·"))
 
 
 class SamplingExplorer:

@@ -122,6 +122,17 @@ def use_style() -> None:
     plt.style.use(resource("kvlab.mplstyle"))
 
 
+def label_text(text: str) -> str:
+    """A text in letters that every figure font has, and without Matplotlib's mathematics.
+
+    A missing glyph would be a warning and an empty box.
+
+    Args:
+        text: any text; what is not ASCII is spelled with backslashes.
+    """
+    return text.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
+
+
 def set_stamp(text: str) -> None:
     """Set the line that every figure carries from here on.
 

@@ -14,7 +14,7 @@ Positions are token counts from the start of a row; -1 is padding, which is neve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -256,6 +256,23 @@ class KVCache(ABC):
                     f"this cache keeps between {max(seen - self.max_rollback, 0)} and {seen}"
                 )
         self.rows_seen = list(lengths)
+
+    def _views(
+        self,
+        positions: Int[Tensor, "batch time"],
+        n_new: tuple[int, ...],
+        key_positions: Callable[[], Int[Tensor, "batch heads keys"]],
+    ) -> dict[int | None, View]:
+        """What the queries see, for each window that some layer has, where every row holds its keys from position 0.
+
+        The key positions are asked for only where the rule needs a mask.
+        """
+        views = {}
+        for window in set(self.config.windows):
+            kind = classify(positions, n_new, 0, window)
+            mask = visible(key_positions(), positions, window) if kind is Visibility.MASK else None
+            views[window] = View(kind, None if mask is None else mask.to(self.device))
+        return views
 
     def _check(self, positions: Int[Tensor, "batch time"]) -> tuple[int, ...]:
         """New tokens of each row, after checking that the positions continue the rows."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlab.cache.base import UNWRITTEN, KVCache, Step, View, Visibility, classify, visible
+from kvlab.cache.base import UNWRITTEN, KVCache, Step
 from kvlab.config import ModelConfig
 
 
@@ -51,21 +51,12 @@ class ContiguousCache(KVCache):
         return ContiguousStep(
             positions=on_device,
             n_new=n_new,
-            views={window: self._view(positions, n_new, n_keys, window) for window in set(self.config.windows)},
+            views=self._views(positions, n_new, lambda: self._key_positions(n_new, n_keys)),
             windows=self.config.windows,
             n_keys=n_keys,
             slots=on_device[0] if uniform else None,
             ragged=None if uniform else self._targets(positions),
         )
-
-    def _view(
-        self, positions: Int[Tensor, "batch time"], n_new: tuple[int, ...], n_keys: int, window: int | None
-    ) -> View:
-        kind = classify(positions, n_new, 0, window)
-        if kind is not Visibility.MASK:
-            return View(kind)
-        mask = visible(self._key_positions(n_new, n_keys), positions, window)
-        return View(kind, mask.to(self.device))
 
     def _key_positions(self, n_new: tuple[int, ...], n_keys: int) -> Int[Tensor, "batch 1 n_keys"]:
         """Position of the token in each slot once this pass is written."""
@@ -131,12 +122,7 @@ class NoCache(KVCache):
         return 0
 
     def _lay_out(self, positions: Int[Tensor, "batch time"], n_new: tuple[int, ...]) -> Step:
-        key_positions = torch.where(positions < 0, UNWRITTEN, positions)[:, None]
-        views = {}
-        for window in set(self.config.windows):
-            kind = classify(positions, n_new, 0, window)
-            mask = visible(key_positions, positions, window) if kind is Visibility.MASK else None
-            views[window] = View(kind, None if mask is None else mask.to(self.device))
+        views = self._views(positions, n_new, lambda: torch.where(positions < 0, UNWRITTEN, positions)[:, None])
         return Step(positions.to(self.device), n_new, views, self.config.windows)
 
     def append(

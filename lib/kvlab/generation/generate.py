@@ -184,7 +184,7 @@ class Generation:
                 return
             # A row that is done is padding from now on: nothing is written for it.
             positions = positions_from_mask(going, self.cache.rows_seen)
-            logits = decode(self._model, torch.tensor(newest), self.cache, None if going.all() else positions)
+            logits = decode(self._model, torch.tensor(newest), self.cache, positions)
             phase = "decode"
 
     def _accept(self, index: int, token: int, phase: Phase, now: float) -> TokenStep:
@@ -243,7 +243,7 @@ def generate(
         network,
         rows,
         [_Row(TextStream(tokenizer.decode, stop) if tokenizer else None, limit) for limit in most],
-        Sampler(_settings(sampling, len(rows)), tokenizer.vocab_size if tokenizer else None),
+        Sampler(_settings(sampling, len(rows)), model.vocab_size if isinstance(model, LoadedModel) else None),
         frozenset(eos),
         cache,
         clock or clock_for(network.device),

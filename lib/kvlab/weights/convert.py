@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 
 from jaxtyping import Float
@@ -52,20 +53,13 @@ def convert(path: Path, digest: str, origin: str, name: str, progress: Progress 
     config = read_gguf_config(file, name)
     require_fit(path, config, hub_shapes(file))
     tokenizer_json, settings = read_gguf_tokenizer(file)
-    total = 4 * sum(_count(t.shape) for t in file.tensors())
+    total = 4 * sum(prod(t.shape) for t in file.tensors())
     require_room(target, total, f"the conversion of {path.name}")
     with staging(target) as work, reporting(progress, f"converting {path.name}", total) as report:
         tensors = _counted(hub_tensors(file, config), report)
         made = write_folder(work / "made", config, tensors, tokenizer_json, settings)
         write_json(made / ORIGIN, {"origin": origin, "name": name})
         return publish(made, target)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 def _counted(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kvlab.config import ModelConfig
-from kvlab.errors import WeightsError
+from kvlab.errors import WeightsError, one_line
 from kvlab.model import GPT
 from kvlab.weights.layout import IGNORED, from_hf, hf_shapes
 
@@ -225,7 +225,7 @@ def _open_checkpoint(folder: Path) -> Iterator[dict[str, Tensor]]:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError, ValueError) as failure:
             raise WeightsError(
-                f"{path} is not a whole safetensors file ({_one_line(failure)}); it was probably cut off: "
+                f"{path} is not a whole safetensors file ({one_line(failure)}); it was probably cut off: "
                 "download it again"
             ) from None
     yield tensors
@@ -288,7 +288,3 @@ def _parts(
 def _stated(generation: Mapping[str, Any]) -> dict[str, Any]:
     """A generation_config.json that says nothing of the end must not override config.json, which does."""
     return {key: value for key, value in generation.items() if value is not None}
-
-
-def _one_line(failure: BaseException) -> str:
-    return " ".join(str(failure).split()) or type(failure).__name__

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlab.errors import KvlabError, UnknownModel, WeightsError
+from kvlab.errors import KvlabError, UnknownModel, WeightsError, one_line
 from kvlab.weights.folder import INDEX, PICKLES, WEIGHTS, read_config, shards, weight_files, write_json
 from kvlab.weights.progress import Progress, watching
 from kvlab.weights.store import ORIGIN, cache_folder, publish, require_room, sha256_of, staging
@@ -221,8 +221,9 @@ def _explained(repo: str, failure: Exception) -> WeightsError:
         return WeightsError(f"the Hub answered {failure.response.status_code} for {repo}; try again later")
     if "onsistency check" in str(failure):
         return WeightsError(f"the download of {repo} broke off; nothing was kept, try again")
+    reason = one_line(failure)[:200]
     return WeightsError(
-        f"the Hub cannot be reached at {_endpoint()} ({_one_line(failure)}); check the network, or load a local folder"
+        f"the Hub cannot be reached at {_endpoint()} ({reason}); check the network, or load a local folder"
     )
 
 
@@ -234,7 +235,3 @@ def _endpoint() -> str:
 
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
-
-
-def _one_line(failure: BaseException) -> str:
-    return " ".join(str(failure).split())[:200] or type(failure).__name__
