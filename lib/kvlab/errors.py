@@ -1,5 +1,8 @@
 """The exceptions of kvlab: one line each that says what was given, what is allowed and what to do."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class KvlabError(Exception):
     """Base of every error that kvlab raises on purpose; the command line prints it and exits with code 2."""
@@ -8,6 +11,17 @@ class KvlabError(Exception):
 def one_line(failure: BaseException) -> str:
     """What somebody else's exception says, in one line; its kind where it says nothing."""
     return " ".join(str(failure).split()) or type(failure).__name__
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The part of a message that offers the names closest to a wrong one.
+
+    Args:
+        name: what was given.
+        known: every name there is.
+    """
+    names = sorted(known)
+    return f"the nearest are {', '.join(get_close_matches(name.lower(), names, n=3, cutoff=0.4) or names[:3])}"
 
 
 class ConfigError(KvlabError, ValueError):

@@ -2,7 +2,7 @@
 
 from kvlab.config.parts import MLA, MoE, RopeScaling
 from kvlab.config.presets import PresetSource, preset_names, preset_source
-from kvlab.config.shape import RUNNABLE_FAMILIES, ModelConfig
+from kvlab.config.shape import RUNNABLE_FAMILIES, ModelConfig, Shape, shape_of
 
 __all__ = [
     "MLA",
@@ -11,6 +11,8 @@ __all__ = [
     "ModelConfig",
     "PresetSource",
     "RopeScaling",
+    "Shape",
     "preset_names",
     "preset_source",
+    "shape_of",
 ]

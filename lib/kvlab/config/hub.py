@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
-from kvlab.config.parts import RopeScaling
+from kvlab.config.parts import MLA, MoE, RopeScaling
 from kvlab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ def read_fields(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a :class:`~kvlab.config.ModelConfig` that a ``config.json`` states.
 
     Args:
-        family: one of the families that kvlab runs.
+        family: one of the families that kvlab runs or counts.
         config: the parsed file, in the spelling of transformers 4 or 5.
 
     Raises:
         ConfigError: a field is missing or unknown.
     """
-    read = _read_gpt2 if family == "gpt2" else _read_llama_like
+    special = {"gpt2": _read_gpt2, "falcon": _read_falcon, "deepseek": _read_deepseek}
     try:
-        return read(family, config)
+        return special.get(family, _read_llama_like)(family, config)
     except KeyError as missing:
         raise ConfigError(f"config.json of a {family} model lacks the field {missing}; add it") from None
 
@@ -35,6 +35,10 @@ def as_ids(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+#: Widths of a head that a family assumes where its config is silent.
+_HEAD_DIMS = {"qwen3": 128, "gemma2": 256, "gemma3": 256}
 
 
 def _activation(name: str) -> Activation:
@@ -81,20 +85,94 @@ def _read_llama_like(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "n_layer": config["num_hidden_layers"],
         "n_head": n_head,
         "n_kv_head": config.get("num_key_value_heads") or n_head,
-        "head_dim": config.get("head_dim") or (128 if family == "qwen3" else hidden // n_head),
+        "head_dim": config.get("head_dim") or _HEAD_DIMS.get(family, hidden // n_head),
         "hidden_size": hidden,
         "intermediate_size": config["intermediate_size"],
         "max_seq_len": config["max_position_embeddings"],
         "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "activation": _activation(config.get("hidden_act", "silu")),
+        "activation": _activation(config.get("hidden_activation") or config.get("hidden_act", "silu")),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "qkv_bias": family == "qwen2" or bias,
         "out_bias": family != "qwen2" and bias,
         "mlp_bias": config.get("mlp_bias", False),
-        "qk_norm": family == "qwen3",
-        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "gemma3"),
+        "tie_embeddings": config.get("tie_word_embeddings", family.startswith("gemma")),
         "windows": _read_windows(family, config),
+        "moe": _read_experts(family, config),
+    }
+
+
+def _read_experts(family: str, config: Mapping[str, Any]) -> MoE | None:
+    """Mixtral's experts have the MLP's own width, Qwen's their own."""
+    if family == "mixtral":
+        return MoE(
+            n_experts=config["num_local_experts"],
+            experts_per_token=config["num_experts_per_tok"],
+            intermediate_size=config["intermediate_size"],
+        )
+    if family != "qwen3_moe":
+        return None
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            "config.json mixes dense and sparse layers (mlp_only_layers, decoder_sparse_step); "
+            "kvlab counts models whose every layer has experts"
+        )
+    return MoE(
+        n_experts=config["num_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        intermediate_size=config["moe_intermediate_size"],
+    )
+
+
+def _read_deepseek(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V2 and V3: a latent is cached, most layers have experts. YaRN changes no size and is left out."""
+    rotary = config["qk_rope_head_dim"]
+    return {
+        **_read_llama_like(family, {**config, "rope_scaling": None, "rope_parameters": None}),
+        "n_kv_head": config["num_attention_heads"],
+        "head_dim": config["qk_nope_head_dim"] + rotary,
+        "mla": MLA(
+            kv_lora_rank=config["kv_lora_rank"],
+            rope_head_dim=rotary,
+            v_head_dim=config["v_head_dim"],
+            q_lora_rank=config.get("q_lora_rank"),
+        ),
+        "moe": MoE(
+            n_experts=config["n_routed_experts"],
+            experts_per_token=config["num_experts_per_tok"],
+            intermediate_size=config["moe_intermediate_size"],
+            n_shared_experts=config.get("n_shared_experts") or 0,
+            n_dense_layers=config.get("first_k_dense_replace", 0),
+            router_bias=config["model_type"] == "deepseek_v3",
+        ),
+    }
+
+
+def _read_falcon(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Falcon of the first kind: one KV head for all queries, one norm and no gate a block."""
+    if config.get("new_decoder_architecture") or config.get("alibi") or not config.get("multi_query", True):
+        raise ConfigError(
+            "config.json is a Falcon with new_decoder_architecture, alibi or without multi_query; "
+            "kvlab counts Falcon-7B's kind"
+        )
+    n_head = config.get("num_attention_heads") or config["n_head"]
+    hidden = config["hidden_size"]
+    return {
+        "vocab_size": config["vocab_size"],
+        "n_layer": config.get("num_hidden_layers") or config["n_layer"],
+        "n_head": n_head,
+        "n_kv_head": 1,
+        "head_dim": hidden // n_head,
+        "hidden_size": hidden,
+        "intermediate_size": config.get("ffn_hidden_size") or 4 * hidden,
+        "max_seq_len": config.get("max_position_embeddings", 2048),
+        "norm": "layernorm",
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "activation": _activation(config.get("activation", "gelu")),
+        "gated_mlp": False,
+        "rope_theta": _read_rope(config)[0],
+        "tie_embeddings": config.get("tie_word_embeddings", True),
     }
 
 
@@ -116,13 +194,20 @@ def _read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def _read_windows(family: str, config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Mistral windows every layer; Qwen only where it says so; Llama never."""
+    """Mistral, Mixtral, Phi-3 window every layer; Gemma all but every second or sixth; Qwen where it says so."""
     n_layer, window = config["num_hidden_layers"], config.get("sliding_window")
-    if family == "llama" or window is None or (family != "mistral" and not config.get("use_sliding_window", False)):
+    qwen = family.startswith("qwen")
+    windowed = family in ("mistral", "mixtral", "phi3", "gemma2", "gemma3") or (
+        qwen and config.get("use_sliding_window", False)
+    )
+    if window is None or not windowed:
         return (None,) * n_layer
     if types := config.get("layer_types"):
         return tuple(window if kind == "sliding_attention" else None for kind in types)
-    first = 0 if family == "mistral" else config.get("max_window_layers", n_layer)
+    if family.startswith("gemma"):
+        full_every = 2 if family == "gemma2" else config.get("sliding_window_pattern", 6)
+        return tuple(None if layer % full_every == full_every - 1 else window for layer in range(n_layer))
+    first = config.get("max_window_layers", n_layer) if qwen else 0
     return tuple(window if layer >= first else None for layer in range(n_layer))
 
 

@@ -47,6 +47,10 @@ class MoE:
         intermediate_size: hidden width of one expert.
         n_shared_experts: experts that every token visits besides.
         n_dense_layers: first layers that have an ordinary MLP.
+        router_bias: the router corrects the balance with one bias an expert (DeepSeek-V3, arXiv:2412.19437).
+
+    Raises:
+        ConfigError: a number is impossible.
     """
 
     n_experts: int
@@ -54,6 +58,16 @@ class MoE:
     intermediate_size: int
     n_shared_experts: int = 0
     n_dense_layers: int = 0
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("n_experts", 1), ("intermediate_size", 1), ("n_shared_experts", 0), ("n_dense_layers", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"moe.{name} is {getattr(self, name)}; it must be {least} or more")
+        if not 1 <= self.experts_per_token <= self.n_experts:
+            raise ConfigError(
+                f"moe.experts_per_token is {self.experts_per_token}; a token visits 1 to n_experts {self.n_experts}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +79,17 @@ class MLA:
         rope_head_dim: width of the cached rotary key, shared by all heads.
         v_head_dim: width of a value head.
         q_lora_rank: width of the query's own latent; None when queries are projected directly.
+
+    Raises:
+        ConfigError: a width is below 1.
     """
 
     kv_lora_rank: int
     rope_head_dim: int
     v_head_dim: int
     q_lora_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "rope_head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"mla.{name} is {getattr(self, name)}; it must be 1 or more")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 from kvlab.config.parts import MLA, MoE
-from kvlab.errors import ConfigError
+from kvlab.errors import ConfigError, nearest
 from kvlab.resources import resource
 
 
@@ -73,8 +72,7 @@ def preset_fields(name: str) -> dict[str, Any]:
 def _row(name: str) -> dict[str, Any]:
     rows = _rows()
     if name not in rows:
-        near = get_close_matches(name.lower(), rows, n=3, cutoff=0.4) or sorted(rows)[:3]
-        raise ConfigError(f"no preset is called {name!r}; the nearest are {', '.join(near)}")
+        raise ConfigError(f"no preset is called {name!r}; {nearest(name, rows)}")
     return rows[name]
 
 

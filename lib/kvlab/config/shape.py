@@ -18,6 +18,12 @@ Position = Literal["rope", "learned"]
 #: Families whose weights load with parity against ``transformers``.
 RUNNABLE_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 
+#: What a ``config.json`` calls the families that are counted but not run, and what kvlab calls them.
+_COUNTED_FAMILIES = {
+    "mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "deepseek_v2": "deepseek", "deepseek_v3": "deepseek",
+    "gemma2": "gemma2", "gemma3": "gemma3", "gemma3_text": "gemma3", "phi3": "phi3", "falcon": "falcon",
+}  # fmt: skip
+
 _SIZES = (
     "vocab_size", "n_layer", "n_head", "n_kv_head", "head_dim", "hidden_size", "intermediate_size", "max_seq_len",
 )  # fmt: skip
@@ -157,6 +163,8 @@ class ModelConfig:
     ) -> Self:
         """The shape that a Hugging Face ``config.json`` describes, in the spelling of transformers 4 or 5.
 
+        Families beyond those that kvlab runs are read as far as sizes go; see :meth:`require_runnable`.
+
         Args:
             config: the parsed ``config.json``.
             generation_config: the parsed ``generation_config.json``; its end-of-sequence ids win.
@@ -165,12 +173,15 @@ class ModelConfig:
         Raises:
             ConfigError: the family is unknown, or a field is missing or impossible.
         """
-        family = str(config.get("model_type", "missing"))
-        if family not in RUNNABLE_FAMILIES:
+        kind = str(config.get("model_type", "missing"))
+        if kind not in (*RUNNABLE_FAMILIES, *_COUNTED_FAMILIES):
             raise ConfigError(
-                f"config.json says model_type {family!r}; kvlab runs {', '.join(RUNNABLE_FAMILIES)} "
-                "and has no code for another architecture"
+                f"config.json says model_type {kind!r}; kvlab runs {', '.join(RUNNABLE_FAMILIES)}, "
+                f"counts {', '.join(_COUNTED_FAMILIES)}, and has no code for another architecture"
             )
+        family = _COUNTED_FAMILIES.get(kind, kind)
+        # A model that sees and reads keeps the shape of its decoder in a part of its own.
+        config = {**config, **config.get("text_config", {})} if kind == "gemma3" else config
         eos = (generation_config or {}).get("eos_token_id", config.get("eos_token_id"))
         return cls(
             name=name or str(config.get("_name_or_path") or family),
@@ -190,6 +201,38 @@ class ModelConfig:
             raise ConfigError(f"family is {self.family!r}; config.json is written for llama, mistral, qwen2, qwen3")
         return write_fields(self)
 
+    def require_runnable(self) -> None:
+        """Refuse a shape that kvlab counts but has no model code for.
+
+        Raises:
+            ConfigError: the family, or a part such as experts, is not run.
+        """
+        parts = [name for name in ("mla", "moe") if getattr(self, name) is not None]
+        if parts or self.family not in RUNNABLE_FAMILIES:
+            what = f"{self.family} with {' and '.join(parts)}" if parts else self.family
+            raise ConfigError(
+                f"{self.name} is of the family {what}; kvlab.cost can count it, "
+                f"kvlab.model runs {', '.join(RUNNABLE_FAMILIES)}"
+            )
+
     def with_(self, **changes: Any) -> Self:
         """A copy with some fields changed, validated again."""
         return replace(self, **changes)
+
+
+#: A model whose shape is all that matters: a preset name, a parsed Hub ``config.json``, or the shape itself.
+Shape = ModelConfig | Mapping[str, Any] | str
+
+
+def shape_of(model: Shape) -> ModelConfig:
+    """The shape of a model, however it is given.
+
+    Args:
+        model: a preset name such as ``llama-3.1-8b``, the parsed ``config.json`` of a Hub model, or a shape.
+
+    Raises:
+        ConfigError: no preset has this name, or the config lacks a field.
+    """
+    if isinstance(model, ModelConfig):
+        return model
+    return ModelConfig.preset(model) if isinstance(model, str) else ModelConfig.from_hf(model)

@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvlab.cache import KVCache, NoCache, Step
-from kvlab.config import RUNNABLE_FAMILIES, ModelConfig
-from kvlab.errors import ConfigError, PromptError
+from kvlab.config import ModelConfig
+from kvlab.errors import PromptError
 from kvlab.model.attention import Attention
 from kvlab.model.layers import MLP, GatedMLP, make_norm
 from kvlab.model.rope import Rope
@@ -53,7 +53,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        _refuse_unrunnable(config)
+        config.require_runnable()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position == "learned"
@@ -134,13 +134,3 @@ class GPT(nn.Module):
                 f"{longest} tokens are more than the context of {self.config.name}, {self.config.max_seq_len}; "
                 "shorten the prompt or choose a model with a longer context"
             )
-
-
-def _refuse_unrunnable(config: ModelConfig) -> None:
-    parts = [name for name in ("mla", "moe") if getattr(config, name) is not None]
-    if parts or config.family not in RUNNABLE_FAMILIES:
-        what = f"{config.family} with {' and '.join(parts)}" if parts else config.family
-        raise ConfigError(
-            f"{config.name} is of the family {what}; kvlab.cost can count it, "
-            f"kvlab.model runs {', '.join(RUNNABLE_FAMILIES)}"
-        )

@@ -54,7 +54,7 @@ def read_config(folder: Path, name: str | None = None) -> ModelConfig:
 
     Raises:
         WeightsError: a file is missing or is not JSON.
-        ConfigError: the family is unknown, or a field is impossible.
+        ConfigError: the family is not one that kvlab runs, or a field is impossible.
     """
     path = folder / "config.json"
     if not path.exists():
@@ -63,7 +63,9 @@ def read_config(folder: Path, name: str | None = None) -> ModelConfig:
     if method := (config.get("quantization_config") or {}).get("quant_method"):
         raise WeightsError(f"{folder} is quantized by {method}, which kvlab cannot read; take the original checkpoint")
     generation = read_json(beside) if beside.exists() else {}
-    return ModelConfig.from_hf(config, _stated(generation), name=name or folder.resolve().name)
+    shape = ModelConfig.from_hf(config, _stated(generation), name=name or folder.resolve().name)
+    shape.require_runnable()
+    return shape
 
 
 def read_model(

@@ -1,0 +1,241 @@
+"""Bytes: of weights, of the KV cache, of logits and activations.
+
+GB is 1e9 bytes and GiB is 2**30. Functions return bytes and leave the choice to whoever prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from kvlab.config import ModelConfig, Shape, shape_of
+from kvlab.cost.formats import Format, format_of, require_groups
+from kvlab.cost.parameters import active_width, expert_parameters, parameters
+from kvlab.errors import ConfigError
+
+GB, GIB = 10**9, 2**30
+
+
+def weight_bytes(model: Shape, weights: str | Format = "bfloat16", embedding: str | Format | None = None) -> int:
+    """Bytes of all weights; a tied head counts once.
+
+    Args:
+        model: a preset name, a Hub config, or a shape.
+        weights: format of the matrices in the blocks, and of an untied head.
+        embedding: format of the embedding and of the norms; by default bfloat16 where ``weights`` is narrower.
+
+    Raises:
+        ConfigError: the model or a format is unknown, or a group size does not divide the layers.
+    """
+    config, count = shape_of(model), parameters(model)
+    narrow = _matrices(config, weights)
+    wide = _wide(narrow) if embedding is None else format_of(embedding)
+    matrices = count.attention + count.mlp + count.head
+    return ceil(matrices * narrow.bytes_per_element) + ceil((count.embedding + count.norm) * wide.bytes_per_element)
+
+
+def weight_bytes_read(model: Shape, weights: str | Format = "bfloat16", tokens: int = 1) -> int:
+    """Bytes of weights that one pass reads: every matrix once, of the embedding one row a token.
+
+    A tied head is the embedding, and is read whole. Of experts, a pass reads those that its tokens visit: see
+    :func:`experts_touched`.
+
+    Args:
+        model: a preset name, a Hub config, or a shape.
+        weights: format of the matrices; the embedding and the norms have bfloat16 where that is wider.
+        tokens: in the pass.
+
+    Raises:
+        ConfigError: the model or the format is unknown, or there is no token.
+    """
+    config, count = shape_of(model), parameters(model)
+    narrow = _matrices(config, weights)
+    # The table's own row of a token disappears in a head that is read whole.
+    looked_up = config.vocab_size if config.tie_embeddings else min(_positive("tokens", tokens), config.vocab_size)
+    unvisited = 0.0
+    if config.moe is not None:
+        sparse_layers = config.n_layer - config.moe.n_dense_layers
+        unvisited = sparse_layers * (config.moe.n_experts - experts_touched(config, tokens)) * expert_parameters(config)
+    matrices = count.attention + count.mlp - unvisited + count.head
+    rest = looked_up * config.hidden_size + count.norm
+    return ceil(matrices * narrow.bytes_per_element) + ceil(rest * _wide(narrow).bytes_per_element)
+
+
+def experts_touched(model: Shape, tokens: int) -> float:
+    """Experts of a layer that a pass visits, expected where tokens choose independently: E (1 - (1 - k/E)^tokens).
+
+    Real routers choose less evenly, and then fewer are touched.
+
+    Args:
+        model: a preset name, a Hub config, or a shape.
+        tokens: in the pass.
+
+    Raises:
+        ConfigError: the model has no experts.
+    """
+    config = shape_of(model)
+    if config.moe is None:
+        raise ConfigError(f"{config.name} has no experts; moe is missing from its config")
+    experts, chosen = config.moe.n_experts, config.moe.experts_per_token
+    return experts * (1 - (1 - chosen / experts) ** _positive("tokens", tokens))
+
+
+def kv_elements_per_token(model: Shape) -> int:
+    """Cached elements of one token in all layers: K and V of every KV head, or one latent a layer (MLA).
+
+    Args:
+        model: a preset name, a Hub config, or a shape.
+
+    Raises:
+        ConfigError: the model is unknown.
+    """
+    config = shape_of(model)
+    return config.n_layer * kv_elements_of_a_layer(config)
+
+
+def kv_elements_of_a_layer(config: ModelConfig, tensor_parallel: int = 1) -> int:
+    """Cached elements of one token in one layer, on one device.
+
+    Args:
+        config: the model's shape.
+        tensor_parallel: devices that share the KV heads.
+
+    Raises:
+        ConfigError: the heads cannot be shared evenly.
+    """
+    if config.mla is not None:
+        return config.mla.kv_lora_rank + config.mla.rope_head_dim
+    heads = config.n_kv_head
+    if heads % tensor_parallel and tensor_parallel % heads:
+        raise ConfigError(
+            f"tensor_parallel is {tensor_parallel} for {heads} KV heads; one must be a multiple of the other"
+        )
+    # With more devices than heads every device still needs one: heads are copied, and the cache stops shrinking.
+    return 2 * max(heads // tensor_parallel, 1) * config.head_dim
+
+
+def kv_bytes_per_token(model: Shape, kv: str | Format = "bfloat16") -> float:
+    """Bytes that one more token adds while no window is full: 2 x layers x KV heads x head_dim x bytes of an element.
+
+    Args:
+        model: a preset name, a Hub config, or a shape.
+        kv: format of the cache. The format of the weights has no part in it.
+
+    Raises:
+        ConfigError: the model or the format is unknown.
+    """
+    config = shape_of(model)
+    return kv_elements_per_token(config) * _cached(config, kv).bytes_per_element
+
+
+def kv_bytes(
+    model: Shape,
+    tokens: int | Sequence[int],
+    kv: str | Format = "bfloat16",
+    *,
+    block_size: int = 1,
+    residual: int = 0,
+    honour_windows: bool = True,
+    tensor_parallel: int = 1,
+) -> int:
+    """Bytes of the KV cache of one request, or of several, on one device.
+
+    Args:
+        model: a preset name, a Hub config, or a shape.
+        tokens: held for each request: the prompt and what was generated and fed back.
+        kv: format of the cache.
+        block_size: tokens of a block of a paged pool; every request rounds up to whole blocks.
+        residual: newest tokens of each request that stay in bfloat16 beside a narrower format (KIVI, arXiv:2402.02750).
+        honour_windows: a windowed layer keeps its window only; False for a runtime that keeps everything.
+        tensor_parallel: devices that share the KV heads. Beyond ``n_kv_head`` heads are copied; a latent (MLA) is
+            never split.
+
+    Raises:
+        ConfigError: a size is impossible, the model or the format is unknown, or the heads cannot be shared evenly.
+    """
+    config = shape_of(model)
+    lengths = [tokens] if isinstance(tokens, int) else list(tokens)
+    if min(lengths, default=0) < 0:
+        raise ConfigError(f"tokens is {min(lengths)}; a request holds 0 tokens or more")
+    if residual < 0:
+        raise ConfigError(f"residual is {residual}; it must be 0 or more")
+    each = kv_elements_of_a_layer(config, _positive("tensor_parallel", tensor_parallel))
+    narrow, exact = _cached(config, kv).bytes_per_element, _wide(format_of(kv)).bytes_per_element
+    total = 0.0
+    for window in config.windows:
+        kept = window if honour_windows else None
+        for length in lengths:
+            held = _rounded(length if kept is None else min(length, kept), _positive("block_size", block_size))
+            newest = min(residual, held)
+            total += each * ((held - newest) * narrow + newest * exact)
+    return ceil(total)
+
+
+def logits_bytes(model: Shape, positions: int, dtype: str = "float32") -> int:
+    """Bytes of logits: the largest tensor of a prefill that keeps them for every position.
+
+    Args:
+        model: a preset name, a Hub config, or a shape.
+        positions: that go through the head; generation needs 1 a request.
+        dtype: of the logits.
+
+    Raises:
+        ConfigError: the model or the dtype is unknown, or ``positions`` is below 1.
+    """
+    width = format_of(dtype).bytes_per_element
+    return ceil(_positive("positions", positions) * shape_of(model).vocab_size * width)
+
+
+def activation_bytes(model: Shape, tokens: int, past: int = 0, dtype: str = "bfloat16", logits: int = 1) -> int:
+    """Peak of the tensors between the layers, in kvlab's own eager pass without autograd; weights and cache excluded.
+
+    The larger of three moments: inside the MLP (the residual stream, its normalised copy, gate, up, and two products),
+    inside attention (both of these, queries, keys and values before and after the rotation, the KV heads expanded to
+    the query heads, the mix and its copy), and at the head (the stream and the logits). An engine that fuses kernels
+    stays below; one that keeps the logits of every position lies far above.
+
+    Args:
+        model: a preset name, a Hub config, or a shape; of experts those that a token visits count.
+        tokens: in the pass, of all requests.
+        past: tokens that the caches of all requests hold before it.
+        dtype: of the activations.
+        logits: positions that go through the head.
+
+    Raises:
+        ConfigError: the model is unknown, or a number is below 1.
+    """
+    config = shape_of(model)
+    hidden, q_width = config.hidden_size, config.n_head * config.head_dim
+    kv_width = config.n_kv_head * config.head_dim
+    inner = (4 if config.gated_mlp else 2) * active_width(config)
+    mlp = _positive("tokens", tokens) * (2 * hidden + inner)
+    expanded = 2 * q_width * (past + tokens) if config.n_group > 1 and tokens > 1 else 0
+    attention = tokens * (3 * hidden + 2 * (q_width + kv_width) + kv_width + 2 * q_width) + expanded
+    head = tokens * hidden + logits * (2 * hidden + config.vocab_size)
+    return ceil(max(mlp, attention, head) * format_of(dtype).bytes_per_element)
+
+
+def _matrices(config: ModelConfig, weights: str | Format) -> Format:
+    """The format of the matrices; its groups run along the inputs of a layer."""
+    require_groups(weights, config.hidden_size, "hidden_size")
+    return require_groups(weights, config.intermediate_size, "intermediate_size")
+
+
+def _cached(config: ModelConfig, kv: str | Format) -> Format:
+    """The format of a cache; its groups run along the heads of a token."""
+    return require_groups(kv, kv_elements_of_a_layer(config), "a token's keys and values")
+
+
+def _wide(matrices: Format) -> Format:
+    """What is not quantized beside a narrow format: 16 bits."""
+    return matrices if matrices.bits >= 16 else format_of("bfloat16")
+
+
+def _rounded(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size) * block_size
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{name} is {value}; it must be 1 or more")
+    return value
