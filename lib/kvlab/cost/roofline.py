@@ -126,7 +126,7 @@ def pass_time(
     """How long one forward pass takes.
 
     With the peaks of a data sheet this is a limit that no implementation beats; with a calibration it is a prediction
-    for kvlab's own path. Rows of a batch are taken to be of about the same length: a ragged batch also pays for its mask.
+    for kvlab's own path. Rows of a batch are taken to be of about the same length: a ragged batch also pays for a mask.
 
     Args:
         model: a preset name, a Hub config, or a shape.
