@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kvlab.config import ModelConfig, Shape, shape_of
+from kvlab.config import MLA, ModelConfig, Shape, shape_of
 from kvlab.cost.flops import Row, attention_flops, decode_pass, flops
 from kvlab.cost.formats import Format, format_of
 from kvlab.cost.hardware import Calibration, Device, Hardware, Kernels, hardware_of
@@ -297,7 +297,7 @@ def _held(row: Row, window: int | None) -> int:
 
 
 def _projections(config: ModelConfig, tokens: int, narrow: float, width: float) -> Iterator[Operator]:
-    """Every matrix of the blocks. Latent attention and experts are one operator each."""
+    """Every matrix of the blocks. The projections of latent attention are one operator, experts are another."""
 
     def linear(name: str, calls: int, inputs: int, outputs: int, matrices: int = 1) -> Operator:
         weights = inputs * outputs * matrices
@@ -309,13 +309,26 @@ def _projections(config: ModelConfig, tokens: int, narrow: float, width: float) 
         yield linear("qkv", layers, hidden, (config.n_head + 2 * config.n_kv_head) * config.head_dim)
         yield linear("out", layers, config.n_head * config.head_dim, hidden)
     else:
-        yield linear("latent attention", 1, 1, parameters(config).attention)
+        yield _latent(config, config.mla, tokens, narrow, width)
     dense = layers if moe is None else moe.n_dense_layers
     if dense:
         yield linear("gate_up", dense, hidden, config.intermediate_size, 2 if config.gated_mlp else 1)
         yield linear("down", dense, config.intermediate_size, hidden)
     if moe is not None:
         yield _experts(config, tokens, narrow, width)
+
+
+def _latent(config: ModelConfig, mla: MLA, tokens: int, narrow: float, width: float) -> Operator:
+    """Latent attention's projections: queries, down to the cached latent, up from it, and out."""
+    layers, hidden, q_width = config.n_layer, config.hidden_size, config.n_head * config.head_dim
+    weights, values = parameters(config).attention // layers, config.n_head * mla.v_head_dim
+    queries = hidden + q_width + 2 * (mla.q_lora_rank or 0)
+    keys_and_values = hidden + 2 * mla.kv_lora_rank + mla.rope_head_dim
+    keys_and_values += config.n_head * (config.head_dim - mla.rope_head_dim) + values
+    moved = weights * narrow + tokens * (queries + keys_and_values + values + hidden) * width
+    launches = 4 if mla.q_lora_rank is None else 5
+    flops = 2.0 * layers * weights * tokens
+    return Operator("latent attention", "linear", layers, launches, tokens, 0, flops, layers * moved)
 
 
 def _experts(config: ModelConfig, tokens: int, narrow: float, width: float) -> Operator:
