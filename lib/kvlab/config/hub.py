@@ -24,6 +24,9 @@ def read_fields(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a field is missing or unknown.
     """
     special = {"gpt2": _read_gpt2, "falcon": _read_falcon, "deepseek": _read_deepseek}
+    for field in ("hidden_size", "n_embd", "num_attention_heads", "n_head"):
+        if field in config and not (isinstance(config[field], int) and config[field] > 0):
+            raise ConfigError(f"{field} is {config[field]!r} in config.json; it must be a whole number of 1 or more")
     try:
         return special.get(family, _read_llama_like)(family, config)
     except KeyError as missing:
@@ -36,6 +39,11 @@ def as_ids(value: int | list[int] | tuple[int, ...] | None) -> tuple[int, ...]:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
+
+#: What a Gemma 3 that also sees leaves out of its config: the defaults of ``Gemma3TextConfig`` of ``transformers``.
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
+}  # fmt: skip
 
 #: Widths of a head that a family assumes where its config is silent.
 _HEAD_DIMS = {"qwen3": 128, "gemma2": 256, "gemma3": 256}
@@ -78,7 +86,8 @@ def _read_gpt2(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _read_llama_like(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Llama, Mistral, Qwen2 and Qwen3 share their fields and differ in defaults."""
     n_head, hidden = config["num_attention_heads"], config["hidden_size"]
-    theta, scaling = _read_rope(config)
+    # A stretched rotation changes no size, so where a family is only counted any kind of it will do.
+    theta, scaling = _read_rope(config) if family in ("llama", "mistral", "qwen2", "qwen3") else (10_000.0, None)
     bias = config.get("attention_bias", False)
     return {
         "vocab_size": config["vocab_size"],
@@ -126,10 +135,10 @@ def _read_experts(family: str, config: Mapping[str, Any]) -> MoE | None:
 
 
 def _read_deepseek(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V2 and V3: a latent is cached, most layers have experts. YaRN changes no size and is left out."""
+    """DeepSeek-V2 and V3: a latent is cached, most layers have experts."""
     rotary = config["qk_rope_head_dim"]
     return {
-        **_read_llama_like(family, {**config, "rope_scaling": None, "rope_parameters": None}),
+        **_read_llama_like(family, config),
         "n_kv_head": config["num_attention_heads"],
         "head_dim": config["qk_nope_head_dim"] + rotary,
         "mla": MLA(
@@ -151,11 +160,10 @@ def _read_deepseek(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_falcon(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Falcon of the first kind: one KV head for all queries, one norm and no gate a block."""
-    if config.get("new_decoder_architecture") or config.get("alibi") or not config.get("multi_query", True):
-        raise ConfigError(
-            "config.json is a Falcon with new_decoder_architecture, alibi or without multi_query; "
-            "kvlab counts Falcon-7B's kind"
-        )
+    others = [name for name in ("new_decoder_architecture", "alibi", "bias") if config.get(name)]
+    others += [f"without {name}" for name in ("multi_query", "parallel_attn") if not config.get(name, True)]
+    if others:
+        raise ConfigError(f"config.json is a Falcon: {', '.join(others)}; kvlab counts Falcon-7B's kind")
     n_head = config.get("num_attention_heads") or config["n_head"]
     hidden = config["hidden_size"]
     return {
@@ -171,7 +179,6 @@ def _read_falcon(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "norm_eps": config.get("layer_norm_epsilon", 1e-5),
         "activation": _activation(config.get("activation", "gelu")),
         "gated_mlp": False,
-        "rope_theta": _read_rope(config)[0],
         "tie_embeddings": config.get("tie_word_embeddings", True),
     }
 

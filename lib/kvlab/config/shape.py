@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
-from kvlab.config.hub import as_ids, read_fields, write_fields
+from kvlab.config.hub import GEMMA3_DEFAULTS, as_ids, read_fields, write_fields
 from kvlab.config.parts import MLA, MoE, RopeScaling
 from kvlab.config.presets import preset_fields
 from kvlab.errors import ConfigError
@@ -181,7 +181,8 @@ class ModelConfig:
             )
         family = _COUNTED_FAMILIES.get(kind, kind)
         # A model that sees and reads keeps the shape of its decoder in a part of its own.
-        config = {**config, **config.get("text_config", {})} if kind == "gemma3" else config
+        if kind == "gemma3":
+            config = {**GEMMA3_DEFAULTS, **config, **(config.get("text_config") or {})}
         eos = (generation_config or {}).get("eos_token_id", config.get("eos_token_id"))
         return cls(
             name=name or str(config.get("_name_or_path") or family),

@@ -4,13 +4,13 @@ Every function takes a model as a preset name, a parsed Hub ``config.json`` or a
 :class:`~kvlab.config.ModelConfig`, and a device as a slug or a :class:`Hardware`.
 """
 
+from kvlab.cost.activations import activation_bytes
 from kvlab.cost.flops import Flops, Row, chunks, decode_pass, flops, prefill_pass, tokens_read_again, visible_pairs
 from kvlab.cost.formats import FORMATS, Format, format_of
-from kvlab.cost.hardware import Calibration, Curve, Hardware, Kernels, hardware_names, hardware_of
+from kvlab.cost.hardware import Calibration, Curve, Device, Hardware, Kernels, hardware_names, hardware_of
 from kvlab.cost.memory import (
     GB,
     GIB,
-    activation_bytes,
     experts_touched,
     kv_bytes,
     kv_bytes_per_token,
@@ -21,7 +21,7 @@ from kvlab.cost.memory import (
 )
 from kvlab.cost.parameters import Parameters, parameters
 from kvlab.cost.pool import Pool, clamp_max_tokens, pool_bytes
-from kvlab.cost.predict import Memory, Prediction, largest_batch, predict
+from kvlab.cost.predict import Memory, Prediction, largest_batch, predict, tokens_per_verification
 from kvlab.cost.roofline import (
     Operator,
     PassTime,
@@ -37,10 +37,11 @@ from kvlab.cost.roofline import (
 )
 
 __all__ = [
-    "FORMATS", "GB", "GIB", "Calibration", "Curve", "Flops", "Format", "Hardware", "Kernels", "Memory", "Operator",
-    "Parameters", "PassTime", "Pool", "Prediction", "Row", "Timed", "activation_bytes", "cache_bytes_read", "chunks",
-    "clamp_max_tokens", "critical_batch", "decode_pass", "experts_touched", "flops", "format_of", "hardware_names",
-    "hardware_of", "kv_bytes", "kv_bytes_per_token", "kv_elements_per_token", "largest_batch", "logits_bytes", "mbu",
-    "mfu", "operators", "parameters", "pass_time", "pool_bytes", "predict", "prefill_pass", "step_bytes",
-    "tokens_read_again", "visible_pairs", "weight_bytes", "weight_bytes_read", "weight_read_seconds",
+    "FORMATS", "GB", "GIB", "Calibration", "Curve", "Device", "Flops", "Format", "Hardware", "Kernels", "Memory",
+    "Operator", "Parameters", "PassTime", "Pool", "Prediction", "Row", "Timed", "activation_bytes", "cache_bytes_read",
+    "chunks", "clamp_max_tokens", "critical_batch", "decode_pass", "experts_touched", "flops", "format_of",
+    "hardware_names", "hardware_of", "kv_bytes", "kv_bytes_per_token", "kv_elements_per_token", "largest_batch",
+    "logits_bytes", "mbu", "mfu", "operators", "parameters", "pass_time", "pool_bytes", "predict", "prefill_pass",
+    "step_bytes", "tokens_per_verification", "tokens_read_again", "visible_pairs", "weight_bytes",
+    "weight_bytes_read", "weight_read_seconds",
 ]  # fmt: skip

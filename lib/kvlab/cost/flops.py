@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlab.config import ModelConfig, Shape, shape_of
+from kvlab.config import MLA, ModelConfig, Shape, shape_of
 from kvlab.cost.parameters import parameters
 from kvlab.errors import ConfigError
 
@@ -120,11 +120,9 @@ def flops(model: Shape, rows: Sequence[Row]) -> Flops:
         ConfigError: the model is unknown, or there is no row.
     """
     config = shape_of(model)
-    if not rows:
-        raise ConfigError("a pass has no rows; give it one or more")
     count = parameters(config)
     return Flops(
-        linear=2 * (count.attention + count.active_mlp) * sum(row.new for row in rows),
+        linear=2 * (count.attention + count.active_mlp) * sum(row.new for row in require_rows(rows)),
         attention=sum(attention_flops(config, rows, window) for window in config.windows),
         head=2 * config.vocab_size * config.hidden_size * sum(row.logits for row in rows),
     )
@@ -138,9 +136,37 @@ def attention_flops(config: ModelConfig, rows: Sequence[Row], window: int | None
         rows: what each request contributes.
         window: of the layer.
     """
-    value = config.mla.v_head_dim if config.mla else config.head_dim
-    pairs = sum(visible_pairs(row.new, row.past, window) for row in rows)
-    return 2 * pairs * config.n_head * (config.head_dim + value)
+    if config.mla is not None:
+        return sum(_latent_attention_flops(config, config.mla, row) for row in rows)
+    return 4 * config.n_head * config.head_dim * sum(visible_pairs(row.new, row.past, window) for row in rows)
+
+
+def _latent_attention_flops(config: ModelConfig, mla: MLA, row: Row) -> int:
+    """The cheaper of two ways (DeepSeek-V2, arXiv:2405.04434, section 2.1.2).
+
+    Either keys and values come out of the latents again, those of the past included, or the matrix that would bring
+    them out is applied to the query and to the mix, and attention runs on the latents. A prompt takes the first way,
+    a decode step the second.
+    """
+    pairs = visible_pairs(row.new, row.past)
+    out_again = row.past * mla.kv_lora_rank * (config.head_dim - mla.rope_head_dim + mla.v_head_dim)
+    on_heads = pairs * (config.head_dim + mla.v_head_dim) + out_again
+    on_latents = pairs * (2 * mla.kv_lora_rank + mla.rope_head_dim)
+    return 2 * config.n_head * min(on_heads, on_latents)
+
+
+def require_rows(rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows of a pass, after checking that there is one.
+
+    Args:
+        rows: what each request contributes.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not rows:
+        raise ConfigError("a pass has no rows; give it one or more")
+    return rows
 
 
 def visible_pairs(new: int, past: int = 0, window: int | None = None) -> int:

@@ -64,10 +64,24 @@ def format_of(storage: str | Format) -> Format:
     """
     if isinstance(storage, Format):
         return storage
-    name, _, group = storage.partition("-g")
-    if name not in FORMATS or (group and not group.isdecimal()) or (group and not FORMATS[name].group):
+    name, grouped, group = storage.partition("-g")
+    sized = group.isdecimal() and int(group) > 0
+    if name not in FORMATS or (grouped and not (sized and FORMATS[name].group)):
         raise ConfigError(f"no storage format is called {storage!r}; {nearest(storage, FORMATS)}")
-    return replace(FORMATS[name], group=int(group)) if group else FORMATS[name]
+    return replace(FORMATS[name], group=int(group)) if grouped else FORMATS[name]
+
+
+def unquantized(storage: str | Format) -> Format:
+    """What stays beside a format: itself where it has 16 bits or more, else bfloat16.
+
+    Args:
+        storage: a name of :data:`FORMATS`, or a format.
+
+    Raises:
+        ConfigError: no format is called so.
+    """
+    found = format_of(storage)
+    return found if found.bits >= 16 else FORMATS["bfloat16"]
 
 
 def require_groups(storage: str | Format, width: int, what: str) -> Format:

@@ -1,16 +1,16 @@
-"""Bytes: of weights, of the KV cache, of logits and activations.
+"""Bytes: of weights, of the KV cache, of logits.
 
 GB is 1e9 bytes and GiB is 2**30. Functions return bytes and leave the choice to whoever prints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from math import ceil
 
 from kvlab.config import ModelConfig, Shape, shape_of
-from kvlab.cost.formats import Format, format_of, require_groups
-from kvlab.cost.parameters import active_width, expert_parameters, parameters
+from kvlab.cost.formats import Format, format_of, require_groups, unquantized
+from kvlab.cost.parameters import expert_parameters, parameters
 from kvlab.errors import ConfigError
 
 GB, GIB = 10**9, 2**30
@@ -22,16 +22,16 @@ def weight_bytes(model: Shape, weights: str | Format = "bfloat16", embedding: st
     Args:
         model: a preset name, a Hub config, or a shape.
         weights: format of the matrices in the blocks, and of an untied head.
-        embedding: format of the embedding and of the norms; by default bfloat16 where ``weights`` is narrower.
+        embedding: format of the embedding, the norms and the biases; by default bfloat16 where ``weights`` is narrower.
 
     Raises:
         ConfigError: the model or a format is unknown, or a group size does not divide the layers.
     """
     config, count = shape_of(model), parameters(model)
-    narrow = _matrices(config, weights)
-    wide = _wide(narrow) if embedding is None else format_of(embedding)
+    narrow = weight_format(config, weights)
+    wide = unquantized(narrow) if embedding is None else format_of(embedding)
     matrices = count.attention + count.mlp + count.head
-    return ceil(matrices * narrow.bytes_per_element) + ceil((count.embedding + count.norm) * wide.bytes_per_element)
+    return ceil(matrices * narrow.bytes_per_element) + ceil((count.embedding + count.vectors) * wide.bytes_per_element)
 
 
 def weight_bytes_read(model: Shape, weights: str | Format = "bfloat16", tokens: int = 1) -> int:
@@ -42,23 +42,25 @@ def weight_bytes_read(model: Shape, weights: str | Format = "bfloat16", tokens: 
 
     Args:
         model: a preset name, a Hub config, or a shape.
-        weights: format of the matrices; the embedding and the norms have bfloat16 where that is wider.
+        weights: format of the matrices; embedding, norms and biases have bfloat16 where that is wider.
         tokens: in the pass.
 
     Raises:
         ConfigError: the model or the format is unknown, or there is no token.
     """
     config, count = shape_of(model), parameters(model)
-    narrow = _matrices(config, weights)
-    # The table's own row of a token disappears in a head that is read whole.
-    looked_up = config.vocab_size if config.tie_embeddings else min(_positive("tokens", tokens), config.vocab_size)
+    narrow = weight_format(config, weights)
+    rows = min(_positive("tokens", tokens), config.vocab_size)
+    # The row of a token disappears in a tied head that is read whole; a learned position has a row of its own.
+    looked_up = config.vocab_size if config.tie_embeddings else rows
+    looked_up += min(tokens, config.max_seq_len) if config.position == "learned" else 0
     unvisited = 0.0
     if config.moe is not None:
         sparse_layers = config.n_layer - config.moe.n_dense_layers
         unvisited = sparse_layers * (config.moe.n_experts - experts_touched(config, tokens)) * expert_parameters(config)
     matrices = count.attention + count.mlp - unvisited + count.head
-    rest = looked_up * config.hidden_size + count.norm
-    return ceil(matrices * narrow.bytes_per_element) + ceil(rest * _wide(narrow).bytes_per_element)
+    rest = looked_up * config.hidden_size + count.vectors
+    return ceil(matrices * narrow.bytes_per_element) + ceil(rest * unquantized(narrow).bytes_per_element)
 
 
 def experts_touched(model: Shape, tokens: int) -> float:
@@ -125,12 +127,12 @@ def kv_bytes_per_token(model: Shape, kv: str | Format = "bfloat16") -> float:
         ConfigError: the model or the format is unknown.
     """
     config = shape_of(model)
-    return kv_elements_per_token(config) * _cached(config, kv).bytes_per_element
+    return kv_elements_per_token(config) * cache_format(config, kv).bytes_per_element
 
 
 def kv_bytes(
     model: Shape,
-    tokens: int | Sequence[int],
+    tokens: int | Iterable[int],
     kv: str | Format = "bfloat16",
     *,
     block_size: int = 1,
@@ -154,13 +156,13 @@ def kv_bytes(
         ConfigError: a size is impossible, the model or the format is unknown, or the heads cannot be shared evenly.
     """
     config = shape_of(model)
-    lengths = [tokens] if isinstance(tokens, int) else list(tokens)
+    lengths = list(tokens) if isinstance(tokens, Iterable) else [tokens]
     if min(lengths, default=0) < 0:
         raise ConfigError(f"tokens is {min(lengths)}; a request holds 0 tokens or more")
     if residual < 0:
         raise ConfigError(f"residual is {residual}; it must be 0 or more")
     each = kv_elements_of_a_layer(config, _positive("tensor_parallel", tensor_parallel))
-    narrow, exact = _cached(config, kv).bytes_per_element, _wide(format_of(kv)).bytes_per_element
+    narrow, exact = cache_format(config, kv).bytes_per_element, unquantized(kv).bytes_per_element
     total = 0.0
     for window in config.windows:
         kept = window if honour_windows else None
@@ -186,49 +188,52 @@ def logits_bytes(model: Shape, positions: int, dtype: str = "float32") -> int:
     return ceil(_positive("positions", positions) * shape_of(model).vocab_size * width)
 
 
-def activation_bytes(model: Shape, tokens: int, past: int = 0, dtype: str = "bfloat16", logits: int = 1) -> int:
-    """Peak of the tensors between the layers, in kvlab's own eager pass without autograd; weights and cache excluded.
-
-    The larger of three moments: inside the MLP (the residual stream, its normalised copy, gate, up, and two products),
-    inside attention (both of these, queries, keys and values before and after the rotation, the KV heads expanded to
-    the query heads, the mix and its copy), and at the head (the stream and the logits). An engine that fuses kernels
-    stays below; one that keeps the logits of every position lies far above.
+def weight_format(model: Shape, weights: str | Format) -> Format:
+    """The format of the matrices, after checking that its groups, which run along the inputs, divide all of them.
 
     Args:
-        model: a preset name, a Hub config, or a shape; of experts those that a token visits count.
-        tokens: in the pass, of all requests.
-        past: tokens that the caches of all requests hold before it.
-        dtype: of the activations.
-        logits: positions that go through the head.
+        model: a preset name, a Hub config, or a shape.
+        weights: a name of :data:`~kvlab.cost.FORMATS`, or a format.
 
     Raises:
-        ConfigError: the model is unknown, or a number is below 1.
+        ConfigError: no format is called so, or a group size does not divide some layer's inputs.
+    """
+    config, found = shape_of(model), format_of(weights)
+    for what, width in _input_widths(config).items():
+        require_groups(found, width, what)
+    return found
+
+
+def cache_format(model: Shape, kv: str | Format) -> Format:
+    """The format of a cache, after checking that its groups, which run along a head, divide it (as llama.cpp asks too).
+
+    Args:
+        model: a preset name, a Hub config, or a shape.
+        kv: a name of :data:`~kvlab.cost.FORMATS`, or a format.
+
+    Raises:
+        ConfigError: no format is called so, or a group size does not divide a head or a latent.
     """
     config = shape_of(model)
-    hidden, q_width = config.hidden_size, config.n_head * config.head_dim
-    kv_width = config.n_kv_head * config.head_dim
-    inner = (4 if config.gated_mlp else 2) * active_width(config)
-    mlp = _positive("tokens", tokens) * (2 * hidden + inner)
-    expanded = 2 * q_width * (past + tokens) if config.n_group > 1 and tokens > 1 else 0
-    attention = tokens * (3 * hidden + 2 * (q_width + kv_width) + kv_width + 2 * q_width) + expanded
-    head = tokens * hidden + logits * (2 * hidden + config.vocab_size)
-    return ceil(max(mlp, attention, head) * format_of(dtype).bytes_per_element)
+    if config.mla is not None:
+        return require_groups(kv, kv_elements_of_a_layer(config), "a token's latent (kv_lora_rank + rope_head_dim)")
+    return require_groups(kv, config.head_dim, "head_dim")
 
 
-def _matrices(config: ModelConfig, weights: str | Format) -> Format:
-    """The format of the matrices; its groups run along the inputs of a layer."""
-    require_groups(weights, config.hidden_size, "hidden_size")
-    return require_groups(weights, config.intermediate_size, "intermediate_size")
-
-
-def _cached(config: ModelConfig, kv: str | Format) -> Format:
-    """The format of a cache; its groups run along the heads of a token."""
-    return require_groups(kv, kv_elements_of_a_layer(config), "a token's keys and values")
-
-
-def _wide(matrices: Format) -> Format:
-    """What is not quantized beside a narrow format: 16 bits."""
-    return matrices if matrices.bits >= 16 else format_of("bfloat16")
+def _input_widths(config: ModelConfig) -> dict[str, int]:
+    """How many inputs the matrices have, each width under the name of its field."""
+    widths = {"hidden_size": config.hidden_size}
+    if config.mla is None:
+        widths["n_head * head_dim"] = config.n_head * config.head_dim
+    else:
+        widths["q_lora_rank"] = config.mla.q_lora_rank or config.hidden_size
+        widths["kv_lora_rank"] = config.mla.kv_lora_rank
+        widths["n_head * v_head_dim"] = config.n_head * config.mla.v_head_dim
+    if config.moe is not None:
+        widths["moe.intermediate_size"] = config.moe.intermediate_size
+    if config.moe is None or config.moe.n_dense_layers:
+        widths["intermediate_size"] = config.intermediate_size
+    return widths
 
 
 def _rounded(tokens: int, block_size: int) -> int:

@@ -128,8 +128,10 @@ def clamp_max_tokens(prompt_tokens: int, requested: int, limit: int) -> int:
         limit: tokens of prompt and answer together (``max_model_len``).
 
     Raises:
-        ConfigError: the prompt alone fills the limit.
+        ConfigError: the prompt alone fills the limit, or no token was asked for.
     """
+    if requested < 1:
+        raise ConfigError(f"requested is {requested}; an answer has 1 token or more")
     if prompt_tokens >= limit:
         raise ConfigError(
             f"a prompt of {prompt_tokens} tokens leaves no room for an answer below the limit of {limit}; "

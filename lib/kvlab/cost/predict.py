@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlab.config import Shape, shape_of
+from kvlab.cost.activations import activation_bytes
 from kvlab.cost.flops import decode_pass, prefill_pass
 from kvlab.cost.formats import Format
 from kvlab.cost.hardware import Device, hardware_of
-from kvlab.cost.memory import activation_bytes, kv_bytes, weight_bytes
+from kvlab.cost.memory import kv_bytes, weight_bytes
 from kvlab.cost.roofline import PassTime, pass_time
 from kvlab.errors import ConfigError
 
@@ -164,6 +165,26 @@ def largest_batch(
     return max(int(free // kv_bytes(model, tokens, kv or dtype)), 0)
 
 
+def tokens_per_verification(acceptance: float, drafted: int) -> float:
+    """Tokens that one pass of speculative decoding yields, expected: (1 - a^(g+1)) / (1 - a).
+
+    The pass verifies ``drafted`` tokens at once, keeps those before the first that is rejected, and adds one of its
+    own (arXiv:2211.17192, equation 1). What it gains is this, over the time of the drafts and of a pass of g + 1 rows.
+
+    Args:
+        acceptance: probability that a draft token is kept, each independently.
+        drafted: tokens of a draft.
+
+    Raises:
+        ConfigError: the probability is not between 0 and 1, or ``drafted`` is negative.
+    """
+    if not 0 <= acceptance <= 1 or drafted < 0:
+        raise ConfigError(
+            f"acceptance is {acceptance} and drafted {drafted}; one lies between 0 and 1, the other is 0 or more"
+        )
+    return sum(acceptance**kept for kept in range(drafted + 1))
+
+
 def _memory(
     model: Shape,
     device: Device,
@@ -178,6 +199,6 @@ def _memory(
     return Memory(
         weights=weight_bytes(config, weights or dtype),
         kv=batch * kv_bytes(config, prompt_tokens + new_tokens - 1, kv or dtype),
-        activations=activation_bytes(config, prompt_tokens * batch, dtype=dtype, logits=batch),
+        activations=activation_bytes(config, prefill_pass(prompt_tokens, batch), dtype),
         device=hardware_of(device).memory_bytes,
     )

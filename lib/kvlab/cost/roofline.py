@@ -8,15 +8,15 @@ the bandwidth that of such a working set, and a third part joins: the host needs
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvlab.config import MLA, ModelConfig, Shape, shape_of
-from kvlab.cost.flops import Row, attention_flops, decode_pass, flops
-from kvlab.cost.formats import Format, format_of
+from kvlab.config import ModelConfig, Shape, shape_of
+from kvlab.cost.flops import Row, attention_flops, decode_pass, flops, require_rows
+from kvlab.cost.formats import Format, format_of, unquantized
 from kvlab.cost.hardware import Calibration, Device, Hardware, Kernels, hardware_of
-from kvlab.cost.memory import experts_touched, kv_elements_of_a_layer, weight_bytes_read
-from kvlab.cost.parameters import active_width, expert_parameters, parameters
+from kvlab.cost.memory import cache_format, experts_touched, kv_elements_of_a_layer, weight_bytes_read, weight_format
+from kvlab.cost.parameters import Matrix, active_width, attention_matrices, expert_parameters, mlp_matrices
 from kvlab.errors import ConfigError
 
 Part = Literal["linear", "attention", "head", "elementwise", "overhead"]
@@ -162,8 +162,9 @@ def operators(
 ) -> list[Operator]:
     """The operators of a pass with their FLOPs and bytes, each kind once for all layers.
 
-    Linear and attention FLOPs add up to :func:`~kvlab.cost.flops.flops`, weights to
-    :func:`~kvlab.cost.memory.weight_bytes_read`. Activations are counted once in and once out of each operator.
+    FLOPs add up to :func:`~kvlab.cost.flops.flops`, matrices to :func:`~kvlab.cost.memory.weight_bytes_read` (which
+    adds norms, biases and rows of the embedding: a thousandth). Activations are counted once in and once out of each
+    operator.
 
     Args:
         model: a preset name, a Hub config, or a shape.
@@ -177,13 +178,12 @@ def operators(
     """
     config, tokens = shape_of(model), sum(row.new for row in rows)
     width = format_of(dtype).bytes_per_element
-    narrow = format_of(weights or dtype).bytes_per_element
-    total = flops(config, rows)
+    narrow, cached = weight_format(config, weights or dtype), cache_format(config, kv or dtype)
     return [
-        *_projections(config, tokens, narrow, width),
-        *_attentions(config, rows, format_of(kv or dtype).bytes_per_element, width),
+        *_projections(config, tokens, narrow.bytes_per_element, width),
+        *_attentions(config, require_rows(rows), cached.bytes_per_element, width),
         *_elementwise(config, tokens, width),
-        _head(config, sum(row.logits for row in rows), total.head, format_of(weights or dtype), width),
+        *_head(config, sum(row.logits for row in rows), narrow, width),
     ]
 
 
@@ -249,13 +249,13 @@ def mbu(
         seconds: that the pass took.
         device: a slug or a device.
         weights: format of the weights.
-        kv: format of the cache; by default that of the weights.
+        kv: format of the cache; by default that of the weights, or bfloat16 where they are narrower.
 
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: a name is unknown, or there is no row.
     """
-    needed = weight_bytes_read(model, weights, sum(row.new for row in rows))
-    needed += cache_bytes_read(model, rows, kv or weights)
+    needed = weight_bytes_read(model, weights, sum(row.new for row in require_rows(rows)))
+    needed += cache_bytes_read(model, rows, kv or unquantized(weights))
     return needed / seconds / hardware_of(device).bandwidth
 
 
@@ -272,10 +272,12 @@ def cache_bytes_read(model: Shape, rows: Sequence[Row], kv: str | Format = "bflo
     """
     config = shape_of(model)
     tokens = sum(_held(row, window) for window in config.windows for row in rows)
-    return round(tokens * kv_elements_of_a_layer(config) * format_of(kv).bytes_per_element)
+    return round(tokens * kv_elements_of_a_layer(config) * cache_format(config, kv).bytes_per_element)
 
 
-def step_bytes(model: Shape, past: int, batch: int = 1, weights: str = "bfloat16", kv: str | None = None) -> int:
+def step_bytes(
+    model: Shape, past: int, batch: int = 1, weights: str | Format = "bfloat16", kv: str | Format | None = None
+) -> int:
     """Bytes that one decode step reads: all weights, and every cache.
 
     Args:
@@ -283,12 +285,13 @@ def step_bytes(model: Shape, past: int, batch: int = 1, weights: str = "bfloat16
         past: tokens that each cache holds before the step.
         batch: requests in the step.
         weights: format of the weights.
-        kv: format of the cache; by default that of the weights.
+        kv: format of the cache; by default that of the weights, or bfloat16 where they are narrower.
 
     Raises:
         ConfigError: a name is unknown, or a size is impossible.
     """
-    return weight_bytes_read(model, weights, batch) + cache_bytes_read(model, decode_pass(past, batch), kv or weights)
+    rows = decode_pass(past, batch)
+    return weight_bytes_read(model, weights, batch) + cache_bytes_read(model, rows, kv or unquantized(weights))
 
 
 def _held(row: Row, window: int | None) -> int:
@@ -297,38 +300,22 @@ def _held(row: Row, window: int | None) -> int:
 
 
 def _projections(config: ModelConfig, tokens: int, narrow: float, width: float) -> Iterator[Operator]:
-    """Every matrix of the blocks. The projections of latent attention are one operator, experts are another."""
-
-    def linear(name: str, calls: int, inputs: int, outputs: int, matrices: int = 1) -> Operator:
-        weights = inputs * outputs * matrices
-        moved = weights * narrow + tokens * (inputs + outputs * matrices) * width
-        return Operator(name, "linear", calls, 1, tokens, 0, 2.0 * calls * weights * tokens, calls * moved)
-
-    hidden, layers, moe = config.hidden_size, config.n_layer, config.moe
-    if config.mla is None:
-        yield linear("qkv", layers, hidden, (config.n_head + 2 * config.n_kv_head) * config.head_dim)
-        yield linear("out", layers, config.n_head * config.head_dim, hidden)
-    else:
-        yield _latent(config, config.mla, tokens, narrow, width)
-    dense = layers if moe is None else moe.n_dense_layers
+    """Every matrix of the blocks; experts are one operator."""
+    moe = config.moe
+    dense = config.n_layer if moe is None else moe.n_dense_layers
+    yield from (_linear(matrix, config.n_layer, tokens, narrow, width) for matrix in attention_matrices(config))
     if dense:
-        yield linear("gate_up", dense, hidden, config.intermediate_size, 2 if config.gated_mlp else 1)
-        yield linear("down", dense, config.intermediate_size, hidden)
+        matrices = mlp_matrices(config, config.intermediate_size)
+        yield from (_linear(matrix, dense, tokens, narrow, width) for matrix in matrices)
     if moe is not None:
         yield _experts(config, tokens, narrow, width)
 
 
-def _latent(config: ModelConfig, mla: MLA, tokens: int, narrow: float, width: float) -> Operator:
-    """Latent attention's projections: queries, down to the cached latent, up from it, and out."""
-    layers, hidden, q_width = config.n_layer, config.hidden_size, config.n_head * config.head_dim
-    weights, values = parameters(config).attention // layers, config.n_head * mla.v_head_dim
-    queries = hidden + q_width + 2 * (mla.q_lora_rank or 0)
-    keys_and_values = hidden + 2 * mla.kv_lora_rank + mla.rope_head_dim
-    keys_and_values += config.n_head * (config.head_dim - mla.rope_head_dim) + values
-    moved = weights * narrow + tokens * (queries + keys_and_values + values + hidden) * width
-    launches = 4 if mla.q_lora_rank is None else 5
-    flops = 2.0 * layers * weights * tokens
-    return Operator("latent attention", "linear", layers, launches, tokens, 0, flops, layers * moved)
+def _linear(matrix: Matrix, calls: int, tokens: int, narrow: float, width: float) -> Operator:
+    moved = matrix.size * narrow + tokens * (matrix.inputs + matrix.outputs) * width
+    return Operator(
+        matrix.name, "linear", calls, 1, tokens, 0, flops=2.0 * calls * matrix.size * tokens, bytes=calls * moved
+    )
 
 
 def _experts(config: ModelConfig, tokens: int, narrow: float, width: float) -> Operator:
@@ -391,16 +378,16 @@ def _elementwise(config: ModelConfig, tokens: int, width: float) -> Iterator[Ope
     yield moving("add", 2 * layers, 1, 3 * hidden)
 
 
-def _head(config: ModelConfig, logits: int, operations: int, weights: Format, width: float) -> Operator:
-    """The LM head; a tied one has the embedding's format, which is never below 16 bits."""
-    kept = weights.bytes_per_element if not config.tie_embeddings or weights.bits >= 16 else 2.0
-    moved = config.vocab_size * config.hidden_size * kept * (logits > 0)
-    moved += logits * (config.hidden_size + config.vocab_size) * width
-    return Operator("head", "head", 1, 1, max(logits, 1), 0, operations, moved)
+def _head(config: ModelConfig, logits: int, weights: Format, width: float) -> Iterator[Operator]:
+    """The LM head, where something goes through it; a tied one has the embedding's format."""
+    if logits:
+        matrix = Matrix("head", config.hidden_size, config.vocab_size)
+        kept = unquantized(weights) if config.tie_embeddings else weights
+        yield replace(_linear(matrix, 1, logits, kept.bytes_per_element, width), part="head")
 
 
 def _at_the_peak(operator: Operator, hardware: Hardware, dtype: str) -> Timed:
-    # Fused kernels keep what is between the layers on the chip: only weights and cache count against a data sheet.
+    # An engine fuses what only moves activations into its neighbours: against a data sheet it counts nothing.
     moved = 0.0 if operator.part == "elementwise" else operator.bytes
     compute = operator.flops / hardware.peak(dtype) if operator.flops else 0.0
     return Timed(operator, compute, moved / hardware.bandwidth, 0.0)
