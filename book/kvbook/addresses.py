@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbook.layout import ROOT
-from kvlab.book.address import repository_in
+from kvlab.provenance import repository_in
 
 # Files that repeat the addresses, beside `_config.yml` and the notebooks, which are made from it.
 FOLLOWERS = ("README.md", "CONTRIBUTING.md", "pyproject.toml", "chapters/index.md")

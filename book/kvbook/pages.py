@@ -15,7 +15,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.config import Config
 
-from kvlab.book.address import source_link
+from kvlab.provenance import source_link
 
 STATIC = Path(__file__).resolve().parents[1] / "static"
 _INLINE_IMAGE = re.compile(r'(<img class="kvlab-image" src=")data:image/png;base64,([A-Za-z0-9+/=]+)(")')

@@ -61,6 +61,29 @@ def best_cuda_dtype(capability: tuple[int, int]) -> torch.dtype:
     return torch.bfloat16 if capability >= (8, 0) else torch.float16
 
 
+def device_name(device: torch.device) -> str:
+    """The device in words: a GPU by its name, a CPU by the threads that torch uses on it.
+
+    Args:
+        device: of this machine.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+    return device.type.upper()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``, and so on.
+
+    Args:
+        dtype: any.
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def _available() -> list[str]:
     """Device types of this machine, best first."""
     found = ["cuda"] if torch.cuda.is_available() else []

@@ -6,8 +6,9 @@ Every figure is computed from one list of events: when a request was sent and wh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
@@ -83,3 +84,104 @@ class RequestTimes:
 def pooled_itl(requests: Sequence[RequestTimes]) -> list[float]:
     """Every gap of every request in one list. Its mean weighs requests by length; the mean TPOT does not."""
     return [gap for request in requests for gap in request.itl]
+
+
+def goodput(
+    requests: Sequence[RequestTimes], seconds: float, *, ttft: float | None = None, tpot: float | None = None
+) -> float:
+    """Requests per second that kept every promise (DistServe, arXiv:2401.09670).
+
+    An answer that never began keeps no promise about its first token; one of a single token has no TPOT to break.
+
+    Args:
+        requests: all that were sent, whatever became of them.
+        seconds: that the run lasted.
+        ttft: the longest time to first token that was promised, in seconds.
+        tpot: the longest time per output token that was promised, in seconds.
+
+    Raises:
+        ValueError: the run lasted no time.
+    """
+    if seconds <= 0:
+        raise ValueError(f"seconds is {seconds}; goodput is a rate, so the run must last above 0")
+    return sum(_kept(request, ttft, tpot) for request in requests) / seconds
+
+
+def _kept(request: RequestTimes, ttft: float | None, tpot: float | None) -> bool:
+    if request.ttft is None:
+        return False
+    in_time = ttft is None or request.ttft <= ttft
+    return in_time and (tpot is None or request.tpot is None or request.tpot <= tpot)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The same work, timed several times.
+
+    Args:
+        seconds: one a repeat, in order.
+    """
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle time: one disturbed repeat does not move it."""
+        return median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """The middle half of the times, as a fraction of the median; 0 for a single repeat."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / self.median
+
+    @property
+    def best(self) -> float:
+        """The shortest time: what the machine can do when nobody disturbs it."""
+        return min(self.seconds)
+
+
+def interleave(
+    works: Mapping[str, Callable[[], object]], clock: Clock, *, repeats: int = 5, warmup: int = 1
+) -> dict[str, Sample]:
+    """Time several works turn by turn, so that a slow minute of the machine falls on all of them alike.
+
+    Args:
+        works: what to run, by name.
+        clock: of the device that does the work; see :func:`clock_for`.
+        repeats: rounds that are timed; in each, every work runs once.
+        warmup: rounds before them that are not: compiling, allocating and caching happen there.
+
+    Raises:
+        ValueError: there is nothing to time, or no repeat is asked for.
+    """
+    if not works or repeats < 1 or warmup < 0:
+        raise ValueError(
+            f"{len(works)} works, {repeats} repeats, {warmup} warm-ups; time 1 work or more, 1 time or more"
+        )
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for lap in range(warmup + repeats):
+        for name, work in works.items():
+            start = clock.now()
+            work()
+            took = clock.now() - start
+            if lap >= warmup:
+                times[name].append(took)
+    return {name: Sample(tuple(seconds)) for name, seconds in times.items()}
+
+
+def repeat(work: Callable[[], object], clock: Clock, *, repeats: int = 5, warmup: int = 1) -> Sample:
+    """Time one work several times; to compare two, :func:`interleave` them.
+
+    Args:
+        work: what to run.
+        clock: of the device that does the work.
+        repeats: times that count.
+        warmup: times before them that do not.
+
+    Raises:
+        ValueError: no repeat is asked for.
+    """
+    return interleave({"work": work}, clock, repeats=repeats, warmup=warmup)["work"]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import kvlab.resources
-from kvlab.book import Lab, address, claims, explorer, in_build, progress, setup, show, stage
+from kvlab import provenance
+from kvlab.book import Lab, claims, explorer, in_build, progress, setup, show, stage
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def test_setup_prints_the_stamp_and_seeds(capsys: pytest.CaptureFixture[str]) ->
     lab = setup(seed=3, device="cpu")
     first = torch.rand(1)
     assert capsys.readouterr().out.strip() == lab.stamp
-    for part in ("CPU", "float32", torch.__version__.split("+")[0], address.commit()):
+    for part in ("CPU", "float32", torch.__version__.split("+")[0], provenance.commit()):
         assert part in lab.stamp
     setup(seed=3, device="cpu")
     assert torch.equal(first, torch.rand(1))
@@ -56,11 +57,11 @@ def test_show_fences_source_that_holds_a_fence(shown: list[Any], tmp_path: Any) 
 
 
 def test_source_link_points_into_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address, "repository", lambda: "https://host/kvlab")
-    link = address.source_link(address.Path(address.__file__), 12)
+    monkeypatch.setattr(provenance, "repository", lambda: "https://host/kvlab")
+    link = provenance.source_link(provenance.Path(provenance.__file__), 12)
     assert link is not None
     assert link.startswith("https://host/kvlab/blob/")
-    assert link.endswith("/lib/kvlab/book/address.py#L12")
+    assert link.endswith("/lib/kvlab/provenance.py#L12")
 
 
 def test_static_page_shows_the_picture_alone(shown: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 import kvlab
-from kvlab.book.address import commit
 from kvlab.book.figures import set_stamp, use_style
-from kvlab.devices import pick_device, pick_dtype
+from kvlab.devices import device_name, dtype_name, pick_device, pick_dtype
+from kvlab.provenance import commit
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,4 @@ def _stamp(device: torch.device, dtype: torch.dtype) -> str:
     versions = (
         f"Python {platform.python_version()} · torch {torch.__version__.split('+')[0]} · kvlab {kvlab.__version__}"
     )
-    return f"{_device_name(device)} · {str(dtype).removeprefix('torch.')} · {versions} ({commit()})"
-
-
-def _device_name(device: torch.device) -> str:
-    """The device in words: a GPU by its name, a CPU by the threads that torch uses on it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "cpu":
-        threads = torch.get_num_threads()
-        return f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-    return device.type.upper()
+    return f"{device_name(device)} · {dtype_name(dtype)} · {versions} ({commit()})"

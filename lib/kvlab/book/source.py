@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvlab.book.address import source_link
+from kvlab.provenance import source_link
 
 
 def show(*objects: type | Callable[..., Any] | ModuleType) -> None:

@@ -61,13 +61,17 @@ class Kernels:
         linear: for each working set in bytes, FLOP/s of a linear layer by its rows, weights read from such a set.
         prefill_attention: FLOP/s of causal attention by the number of keys, counting visible pairs.
         decode_attention: byte/s at which one query reads keys and values, by the bytes of a layer's cache.
-        elementwise: for ``norm``, ``rotate``, ``activation`` and ``add``, byte/s by the bytes that come in and go out.
+        elementwise: for ``norm``, ``rotate``, ``copy``, ``activation`` and ``add``, byte/s by the bytes in and out.
+        launch_s: seconds of the host for each kernel that a pass starts.
+        pass_s: seconds of the host for a pass, beside its kernels.
     """
 
     linear: tuple[tuple[float, Curve], ...]
     prefill_attention: Curve
     decode_attention: Curve
     elementwise: Mapping[str, Curve]
+    launch_s: float
+    pass_s: float
 
     def linear_rate(self, rows: float, working_set: float) -> float:
         """FLOP/s of a linear layer, between the measured working sets as between points of a curve.
@@ -87,15 +91,14 @@ class Calibration:
     Args:
         kernels: by dtype.
         read_bandwidth: byte/s of plain reading, by working set in bytes.
-        launch_s: seconds that an operator takes at least: the host's part.
-        pass_s: seconds of a forward pass that no operator accounts for.
+        asynchronous: the host runs ahead of the device, so that its time hides behind the kernels (GPU) or adds to
+            them (CPU).
         noise: the same measurement twice, |second / first - 1|, median over all points.
     """
 
     kernels: Mapping[str, Kernels]
     read_bandwidth: Curve
-    launch_s: float
-    pass_s: float
+    asynchronous: bool
     noise: float
 
 
@@ -226,8 +229,7 @@ def _calibration(data: Mapping[str, Any]) -> Calibration:
     return Calibration(
         kernels={dtype: _kernels(kernels) for dtype, kernels in data["kernels"].items()},
         read_bandwidth=_curve(data["read_bandwidth"]),
-        launch_s=data["launch_s"],
-        pass_s=data["pass_s"],
+        asynchronous=data["asynchronous"],
         noise=data["noise"],
     )
 
@@ -238,6 +240,8 @@ def _kernels(data: Mapping[str, Any]) -> Kernels:
         prefill_attention=_curve(data["prefill_attention"]),
         decode_attention=_curve(data["decode_attention"]),
         elementwise={name: _curve(curve) for name, curve in data["elementwise"].items()},
+        launch_s=data["launch_s"],
+        pass_s=data["pass_s"],
     )
 
 

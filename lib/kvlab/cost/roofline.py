@@ -2,7 +2,8 @@
 
 The roofline (Williams, Waterman and Patterson, 2009): an operator that does F operations on B bytes takes at least
 ``max(F / peak, B / bandwidth)``. With a calibrated device the peak becomes the rate that was measured for so many rows,
-the bandwidth that of such a working set, and a third part joins: the host needs time to launch anything at all.
+the bandwidth that of such a working set, and a third part joins: the host needs time to launch anything at all. On a
+GPU it runs ahead and hides behind the kernels while they are longer; on a CPU it is the same processor, and adds up.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Timed:
         operator: what runs.
         compute_s: seconds that its arithmetic needs.
         bandwidth_s: seconds that its bytes need.
-        launch_s: seconds that the host needs to start it.
+        launch_s: seconds of the host, to start it.
     """
 
     operator: Operator
@@ -70,16 +71,16 @@ class Timed:
     launch_s: float
 
     @property
-    def seconds(self) -> float:
-        """The largest of the three."""
-        return max(self.compute_s, self.bandwidth_s, self.launch_s)
+    def kernel_s(self) -> float:
+        """Seconds of the device: the slower of arithmetic and bytes."""
+        return max(self.compute_s, self.bandwidth_s)
 
     @property
     def bound(self) -> Bound:
         """Which of the three it is."""
-        if self.launch_s == self.seconds:
+        if self.launch_s > self.kernel_s:
             return "launch"
-        return "compute" if self.compute_s == self.seconds else "bandwidth"
+        return "compute" if self.compute_s == self.kernel_s else "bandwidth"
 
 
 @dataclass(frozen=True)
@@ -88,30 +89,38 @@ class PassTime:
 
     Args:
         operators: in the order in which they run.
-        pass_s: seconds that belong to no operator.
+        pass_s: seconds of the host that belong to no operator.
+        asynchronous: the host runs ahead of the device.
     """
 
     operators: tuple[Timed, ...]
     pass_s: float
+    asynchronous: bool
+
+    @property
+    def kernels_s(self) -> float:
+        """Seconds that the device works."""
+        return sum(timed.kernel_s for timed in self.operators)
+
+    @property
+    def host_s(self) -> float:
+        """Seconds that the host needs to start everything."""
+        return self.pass_s + sum(timed.launch_s for timed in self.operators)
 
     @property
     def seconds(self) -> float:
-        """Of the whole pass."""
-        return self.pass_s + sum(timed.seconds for timed in self.operators)
+        """Of the whole pass: the longer of host and device where they overlap, else their sum."""
+        return max(self.kernels_s, self.host_s) if self.asynchronous else self.kernels_s + self.host_s
 
     def share(self, part: Part) -> float:
-        """Part of the seconds that go to one kind of work, 0 to 1.
-
-        Launches that nothing hides count as ``overhead``, whichever operator waits for them.
+        """Part of the seconds that go to one kind of work, 0 to 1; all parts add up to 1.
 
         Args:
-            part: kind of work.
+            part: kind of work; ``overhead`` is the time in which the host works and the device does not.
         """
-        total = self.pass_s if part == "overhead" else 0.0
-        for timed in self.operators:
-            if (part == "overhead") == (timed.bound == "launch") and part in ("overhead", timed.operator.part):
-                total += timed.seconds
-        return total / self.seconds
+        if part == "overhead":
+            return 1 - self.kernels_s / self.seconds
+        return sum(timed.kernel_s for timed in self.operators if timed.operator.part == part) / self.seconds
 
 
 def pass_time(
@@ -144,12 +153,13 @@ def pass_time(
     measured = hardware.calibration
     if measured is None:
         timed = [_at_the_peak(operator, hardware, dtype) for operator in found]
-        return PassTime(tuple(timed), 0.0)
+        return PassTime(tuple(timed), 0.0, asynchronous=True)
     if dtype not in measured.kernels:
         raise ConfigError(f"{hardware.name} was calibrated for {', '.join(measured.kernels)}, not for {dtype}")
     working_set = sum(operator.bytes for operator in found if operator.part in ("linear", "head"))
-    timed = [_as_measured(operator, measured, measured.kernels[dtype], working_set) for operator in found]
-    return PassTime(tuple(timed), measured.pass_s)
+    kernels = measured.kernels[dtype]
+    timed = [_as_measured(operator, measured, kernels, working_set) for operator in found]
+    return PassTime(tuple(timed), kernels.pass_s, measured.asynchronous)
 
 
 def operators(
@@ -374,6 +384,7 @@ def _elementwise(config: ModelConfig, tokens: int, width: float) -> Iterator[Ope
         yield moving("norm", layers, 2, 2 * heads)
     if config.position == "rope":
         yield moving("rotate", layers, 12, 2 * heads)
+    yield moving("copy", layers, 3, 2 * config.n_head * config.head_dim + 4 * config.n_kv_head * config.head_dim)
     yield moving("activation", layers, 2, (3 if config.gated_mlp else 2) * inner)
     yield moving("add", 2 * layers, 1, 3 * hidden)
 
@@ -394,7 +405,7 @@ def _at_the_peak(operator: Operator, hardware: Hardware, dtype: str) -> Timed:
 
 
 def _as_measured(operator: Operator, measured: Calibration, kernels: Kernels, working_set: float) -> Timed:
-    launch = operator.calls * operator.launches * measured.launch_s
+    launch = operator.calls * operator.launches * kernels.launch_s
     each = operator.bytes / operator.calls
     if operator.part == "elementwise":
         return Timed(operator, 0.0, operator.bytes / kernels.elementwise[operator.name].at(each), launch)

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[2]
 
 
 @lru_cache(maxsize=1)
@@ -55,7 +55,7 @@ def source_link(path: Path, line: int) -> str | None:
     home = repository()
     if home is None:
         return None
-    inside = path.resolve().relative_to(Path(__file__).parents[1]).as_posix()
+    inside = path.resolve().relative_to(Path(__file__).parent).as_posix()
     installed = _pip_record().get("vcs_info", {}).get("commit_id")
     return f"{home}/blob/{installed or 'main'}/lib/kvlab/{inside}#L{line}"
 
