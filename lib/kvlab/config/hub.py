@@ -24,7 +24,7 @@ def read_fields(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a field is missing or unknown.
     """
     special = {"gpt2": _read_gpt2, "falcon": _read_falcon, "deepseek": _read_deepseek}
-    for field in ("hidden_size", "n_embd", "num_attention_heads", "n_head"):
+    for field in ("hidden_size", "n_embd", "num_attention_heads", "n_head", "num_hidden_layers", "n_layer"):
         if field in config and not (isinstance(config[field], int) and config[field] > 0):
             raise ConfigError(f"{field} is {config[field]!r} in config.json; it must be a whole number of 1 or more")
     try:
@@ -113,7 +113,7 @@ def _read_llama_like(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_experts(family: str, config: Mapping[str, Any]) -> MoE | None:
-    """Mixtral's experts have the MLP's own width, Qwen's their own."""
+    """Mixtral's experts have the MLP's own width, Qwen's their own (and two spellings of their number)."""
     if family == "mixtral":
         return MoE(
             n_experts=config["num_local_experts"],
@@ -128,7 +128,7 @@ def _read_experts(family: str, config: Mapping[str, Any]) -> MoE | None:
             "kvlab counts models whose every layer has experts"
         )
     return MoE(
-        n_experts=config["num_experts"],
+        n_experts=config.get("num_local_experts") or config["num_experts"],
         experts_per_token=config["num_experts_per_tok"],
         intermediate_size=config["moe_intermediate_size"],
     )
