@@ -43,6 +43,7 @@ def setup(seed: int = 0, device: str | None = None, dtype: str | None = None) ->
         DeviceError: the device or dtype asked for is not there.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes its progress to stderr
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -185,10 +185,8 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "kvlab": kvlab.__version__, "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
-    try:
+    with suppress(PackageNotFoundError):
         found["transformers"] = version("transformers")
-    except PackageNotFoundError:
-        pass
     return found
 
 
@@ -201,6 +199,3 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
     return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
-
-
-Report = Callable[[str], None]

@@ -32,7 +32,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 #: From so many rows on a weight is used so often that it does not matter where it was read from.
 _STREAM_ROWS = 64
 _KEYS = (32, 128, 512, 1024, 2048)
-_ELEMENTWISE = ("norm", "rotate", "activation", "add")
+_ELEMENTWISE = ("norm", "rotate", "copy", "activation", "add")
 _QUICKEST = 5e-3
 
 
@@ -331,12 +331,13 @@ def _movers(size: int, dtype: torch.dtype, device: torch.device) -> Iterator[tup
 
     yield "norm", lambda: norm(x), 2 * x.nbytes
     yield "rotate", lambda: rotate(heads, table, table), 2 * x.nbytes
+    yield "copy", heads.contiguous, 2 * x.nbytes
     yield "activation", gated, 3 * x.nbytes
     yield "add", lambda: x + x, 3 * x.nbytes
 
 
 def _probe(layers: int, asynchronous: bool) -> ModelConfig:
-    """A decoder whose steps are little but launches: tiny where kernels hide behind the host, else of a common shape."""
+    """A decoder whose steps are little but launches: tiny where kernels hide behind the host, else of common shape."""
     heads = 2 if asynchronous else 8
     return ModelConfig(
         name="probe", vocab_size=256, n_layer=layers, n_head=heads, n_kv_head=heads // 2, head_dim=64,
