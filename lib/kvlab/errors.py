@@ -52,5 +52,9 @@ class SamplingError(KvlabError, ValueError):
     """A sampling setting is outside its range."""
 
 
+class MeasureError(KvlabError, ValueError):
+    """A measurement was asked for that cannot be made, or a file does not hold one."""
+
+
 class DeviceError(KvlabError):
     """A device or dtype was asked for that this machine does not have."""

@@ -12,6 +12,8 @@ from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
 
+from kvlab.errors import MeasureError
+
 
 @dataclass(frozen=True)
 class Clock:
@@ -100,10 +102,10 @@ def goodput(
         tpot: the longest time per output token that was promised, in seconds.
 
     Raises:
-        ValueError: the run lasted no time.
+        MeasureError: the run lasted no time.
     """
     if seconds <= 0:
-        raise ValueError(f"seconds is {seconds}; goodput is a rate, so the run must last above 0")
+        raise MeasureError(f"seconds is {seconds}; goodput is a rate, so the run must last above 0")
     return sum(_kept(request, ttft, tpot) for request in requests) / seconds
 
 
@@ -155,10 +157,10 @@ def interleave(
         warmup: rounds before them that are not: compiling, allocating and caching happen there.
 
     Raises:
-        ValueError: there is nothing to time, or no repeat is asked for.
+        MeasureError: there is nothing to time, or no repeat is asked for.
     """
     if not works or repeats < 1 or warmup < 0:
-        raise ValueError(
+        raise MeasureError(
             f"{len(works)} works, {repeats} repeats, {warmup} warm-ups; time 1 work or more, 1 time or more"
         )
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -182,6 +184,6 @@ def repeat(work: Callable[[], object], clock: Clock, *, repeats: int = 5, warmup
         warmup: times before them that do not.
 
     Raises:
-        ValueError: no repeat is asked for.
+        MeasureError: no repeat is asked for.
     """
     return interleave({"work": work}, clock, repeats=repeats, warmup=warmup)["work"]

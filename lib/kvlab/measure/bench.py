@@ -16,6 +16,7 @@ import kvlab
 from kvlab.cache import make_cache
 from kvlab.cost import Hardware, decode_pass, mbu, mfu, predict, prefill_pass
 from kvlab.devices import device_name, dtype_name
+from kvlab.errors import MeasureError
 from kvlab.generation import generate
 from kvlab.model import GPT
 from kvlab.provenance import commit
@@ -32,7 +33,7 @@ class Case:
         batch: requests.
 
     Raises:
-        ValueError: a number is too small.
+        MeasureError: a number is too small.
     """
 
     prompt_tokens: int
@@ -41,7 +42,7 @@ class Case:
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.new_tokens < 2 or self.batch < 1:
-            raise ValueError(
+            raise MeasureError(
                 f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new tokens, batch {self.batch}; "
                 "a case has 1 prompt token, 2 new tokens and 1 request or more"
             )
@@ -119,11 +120,11 @@ def bench(model: GPT, case: Case, *, repeats: int = 3, clock: Clock | None = Non
         clock: what time is; by default the device's.
 
     Raises:
-        ValueError: no repeat is asked for.
+        MeasureError: no repeat is asked for.
         PromptError: prompt and answer are longer than the model's context.
     """
     if repeats < 1:
-        raise ValueError(f"repeats is {repeats}; measure 1 time or more")
+        raise MeasureError(f"repeats is {repeats}; measure 1 time or more")
     ready = Bench(model, case, clock)
     ready.run(keep=False)
     for _ in range(repeats):

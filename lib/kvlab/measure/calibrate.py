@@ -22,6 +22,7 @@ from kvlab.cache import KVCache, View, Visibility, make_cache
 from kvlab.config import ModelConfig
 from kvlab.cost import Calibration, Curve, Hardware, Kernels, decode_pass, operators, pass_time
 from kvlab.devices import device_name, dtype_name, pick_device, pick_dtype
+from kvlab.errors import MeasureError
 from kvlab.generation import decode
 from kvlab.model import GPT, RMSNorm, attend, rotate
 from kvlab.timing import Clock, clock_for
@@ -33,6 +34,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _STREAM_ROWS = 64
 _KEYS = (32, 128, 512, 1024, 2048)
 _ELEMENTWISE = ("norm", "rotate", "copy", "activation", "add")
+#: Cached elements of a token in one layer: keys and values of 4 heads.
+_CACHED = 2 * 4 * 64
+#: Seconds that a timing takes at least, so that the clock's own cost and its grain disappear.
 _QUICKEST = 5e-3
 
 
@@ -108,10 +112,10 @@ class Calibrator:
         """The device as the rounds so far show it.
 
         Raises:
-            ValueError: there was no round yet.
+            MeasureError: there was no round yet.
         """
         if not self._points[0].seconds:
-            raise ValueError("nothing was measured yet; call round() first")
+            raise MeasureError("nothing was measured yet; call round() first")
         read = self._curve("read")
         kernels = {dtype_name(dtype): self._kernels(dtype_name(dtype)) for dtype in self.dtypes}
         return Hardware(
@@ -217,10 +221,11 @@ class Calibrator:
             work = partial(attend, q, k, v, View(Visibility.CAUSAL))
             yield _Point(("prefill", dtype_name(dtype)), keys, amount, work)
         for batch, keys in ((1, 32), (1, 128), (1, 512), (1, 2048), (4, 2048), (16, 2048)):
-            yield self._decode_attention(dtype, batch, keys)
+            if batch * keys * _CACHED * dtype.itemsize <= self._largest // 4:
+                yield self._decode_attention(dtype, batch, keys)
 
     def _decode_attention(self, dtype: torch.dtype, batch: int, keys: int) -> _Point:
-        each = 2 * batch * 4 * keys * 64 * dtype.itemsize
+        each = batch * keys * _CACHED * dtype.itemsize
         layers = max(min(32, self._largest // 4 // each), 1)
         caches = torch.ones(layers, 2, batch, 4, keys, 64, device=self.device, dtype=dtype)
         q = torch.ones(batch, 8, 1, 64, device=self.device, dtype=dtype)
@@ -235,6 +240,8 @@ class Calibrator:
     def _elementwise(self, dtype: torch.dtype) -> Iterator[_Point]:
         """What only moves activations, over widths of 1,024, by the bytes that come in and go out."""
         for size in (2**12, 2**16, 2**19, 2**22, 2**24, 2**27):
+            if size > self._largest // 4:
+                break
             for kind, work, moved in _movers(size, dtype, self.device):
                 yield _Point((kind, dtype_name(dtype)), moved, moved, work)
 
@@ -271,10 +278,10 @@ def calibrate(
         report: hears a line before each round.
 
     Raises:
-        ValueError: no round is asked for.
+        MeasureError: no round is asked for.
     """
     if rounds < 1:
-        raise ValueError(f"rounds is {rounds}; measure 1 or more")
+        raise MeasureError(f"rounds is {rounds}; measure 1 or more")
     report("allocating and warming up")
     calibrator = Calibrator(device, dtypes, clock=clock)
     for number in range(rounds):

@@ -15,6 +15,7 @@ from torch.profiler import profile as torch_profile
 
 from kvlab.cache import KVCache, make_cache
 from kvlab.cost.roofline import Part
+from kvlab.errors import MeasureError
 from kvlab.generation import decode, prefill
 from kvlab.measure.bench import Case
 from kvlab.model import GPT
@@ -95,11 +96,11 @@ def profile(model: GPT, case: Case, *, passes: int = 3, clock: Clock | None = No
         clock: what time is; by default the device's.
 
     Raises:
-        ValueError: no pass is asked for.
+        MeasureError: no pass is asked for.
         PromptError: the prompt is longer than the model's context.
     """
     if passes < 1:
-        raise ValueError(f"passes is {passes}; profile 1 or more")
+        raise MeasureError(f"passes is {passes}; profile 1 or more")
     clock = clock or clock_for(model.device)
     tokens = torch.zeros(case.batch, case.prompt_tokens, dtype=torch.long)
     room = case.prompt_tokens + 1
