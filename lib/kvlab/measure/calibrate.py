@@ -88,6 +88,7 @@ class Calibrator:
         self.dtypes = tuple(dtypes) or default_dtypes(self.device)
         self._clock = clock or clock_for(self.device)
         self._largest = largest
+        self._pools: list[Tensor] = []
         with torch.inference_mode():
             self._points = [*self._reads()]
             for dtype in self.dtypes:
@@ -99,6 +100,9 @@ class Calibrator:
     def round(self) -> None:
         """Time every point once more."""
         with torch.inference_mode():
+            # Memory that nobody touched for a while is slow at its first touch: a virtual machine's host takes it away.
+            for pool in self._pools:
+                pool.sum()
             for point in self._points:
                 point.seconds.append(self._time(point))
 
@@ -183,6 +187,7 @@ class Calibrator:
         """Plain reading: a sum over float32."""
         for size in (self._largest // 512, self._largest // 64, self._largest // 6, self._largest):
             pool = torch.ones(size // 4, device=self.device)
+            self._pools.append(pool)
             yield _Point(("read",), pool.nbytes, pool.nbytes, pool.sum)
 
     def _steps(self, dtype: torch.dtype) -> Iterator[_Point]:
@@ -201,6 +206,7 @@ class Calibrator:
         pool = torch.ones(
             max(self._largest // dtype.itemsize // elements, 1), elements, device=self.device, dtype=dtype
         )
+        self._pools.append(pool)
         blocks = [_cut(flat, sizes) for flat in pool]
         inputs = {width: torch.ones(max(ROWS), width, device=self.device, dtype=dtype) for _, width in sizes}
         for size in self._working_sets():
