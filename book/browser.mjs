@@ -1,10 +1,8 @@
 // Opens every page of the built book in headless Chromium, at desktop and phone width, light and dark.
 // Usage: node browser.mjs SITE_FOLDER CHROMIUM [PAGE...]; prints one JSON array, an object for each page and view.
-import { createReadStream, readFileSync, statSync } from "node:fs";
-import { createServer } from "node:http";
+import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
-import { extname, join, normalize, resolve } from "node:path";
-import { chromium } from "playwright-core";
+import { launch, serve, watch } from "./chromium.mjs";
 
 const [root, executablePath, ...pages] = process.argv.slice(2);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
@@ -17,38 +15,6 @@ const ASKED = {
   "phone dark": { runOnly: ["color-contrast"] },
 };
 const RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"];
-const TYPES = {
-  ".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml",
-  ".png": "image/png", ".json": "application/json", ".woff": "font/woff", ".woff2": "font/woff2",
-};
-
-function serve(folder) {
-  const base = resolve(folder);
-  const server = createServer((request, answer) => {
-    let path = normalize(join(base, decodeURIComponent(new URL(request.url, "http://x").pathname)));
-    try {
-      if (!path.startsWith(base)) throw new Error("outside");
-      if (statSync(path).isDirectory()) path = join(path, "index.html");
-      statSync(path);
-    } catch {
-      answer.writeHead(404).end();
-      return;
-    }
-    answer.writeHead(200, { "Content-Type": TYPES[extname(path)] ?? "application/octet-stream" });
-    createReadStream(path).pipe(answer);
-  });
-  return new Promise((done) => server.listen(0, "127.0.0.1", () => done([server, `http://127.0.0.1:${server.address().port}/`])));
-}
-
-function watch(page, base) {
-  const seen = { console: [], outside: [], missing: [] };
-  page.on("console", (message) => message.type() === "error" && seen.console.push(message.text().slice(0, 300)));
-  page.on("pageerror", (error) => seen.console.push(`uncaught: ${error.message}`.slice(0, 300)));
-  page.on("request", (request) => /^(data|blob):/.test(request.url()) || request.url().startsWith(base) || seen.outside.push(request.url()));
-  page.on("response", (response) => response.status() >= 400 && seen.missing.push(`${response.status()} ${response.url()}`));
-  return seen;
-}
-
 async function settle(page) {
   await page.evaluate(async () => {
     if (window.MathJax?.startup?.promise) await window.MathJax.startup.promise;
@@ -67,6 +33,9 @@ async function look(page, asked) {
       theme: document.documentElement.dataset.theme,
       overflow: document.documentElement.scrollWidth - window.innerWidth,
       broken: [...document.images].filter((image) => !image.naturalWidth).map((image) => image.src),
+      // Scripts give calculators their controls: none may stay without, and no id of theirs may stand twice.
+      dead: [...document.querySelectorAll(".kvlab-calculator:not([data-live])")].map((node) => node.dataset.kind),
+      twice: [...document.querySelectorAll(".kvlab-calculator [id]")].map(({ id }) => id).filter((id) => document.querySelectorAll(`[id="${id}"]`).length > 1),
       unset: [...document.querySelectorAll("mjx-merror")].map((node) => node.textContent),
       axe: violations.flatMap((v) => v.nodes.map((n) => ({ rule: v.id, kind: kind(n), target: n.target.flat().join(" "), html: n.html.slice(0, 160), why: (n.failureSummary ?? "").replace(/\s+/g, " ").slice(0, 220) }))),
     };
@@ -76,8 +45,7 @@ async function look(page, asked) {
 async function visit(browser, base, path, view) {
   const context = await browser.newContext({ viewport: { width: WIDTHS[view], height: 900 }, colorScheme: "light" });
   const page = await context.newPage();
-  const seen = watch(page, base);
-  await page.route((url) => !url.href.startsWith(base), (route) => route.abort());
+  const seen = await watch(page, base);
   await page.goto(base + path, { waitUntil: "load" });
   await settle(page);
   await page.evaluate(axe);
@@ -92,10 +60,7 @@ async function visit(browser, base, path, view) {
 }
 
 const [server, base] = await serve(root);
-const browser = await chromium.launch({
-  executablePath,
-  args: ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"],
-});
+const browser = await launch(executablePath);
 const jobs = pages.flatMap((path) => Object.keys(WIDTHS).map((view) => [path, view]));
 const results = [];
 await Promise.all([0, 1].map(async () => {

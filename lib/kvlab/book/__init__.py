@@ -9,6 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvlab.book.calculators import (
+        DecodeStepCalculator,
+        KVCacheCalculator,
+        LatencyCalculator,
+        MemoryCalculator,
+        RooflineCalculator,
+    )
     from kvlab.book.claims import Claim, ClaimFailed, claim, judge
     from kvlab.book.colours import CACHE, DECODE, IDLE, INK, PREFILL
     from kvlab.book.figures import figure, publish, use_style
@@ -18,6 +25,11 @@ if TYPE_CHECKING:
     from kvlab.book.timelines import Row, Span, timeline
 
 _HOME = {
+    "DecodeStepCalculator": "calculators",
+    "KVCacheCalculator": "calculators",
+    "LatencyCalculator": "calculators",
+    "MemoryCalculator": "calculators",
+    "RooflineCalculator": "calculators",
     "Claim": "claims",
     "ClaimFailed": "claims",
     "claim": "claims",
@@ -48,7 +60,12 @@ __all__ = [
     "PREFILL",
     "Claim",
     "ClaimFailed",
+    "DecodeStepCalculator",
+    "KVCacheCalculator",
     "Lab",
+    "LatencyCalculator",
+    "MemoryCalculator",
+    "RooflineCalculator",
     "Row",
     "Span",
     "claim",

@@ -1,0 +1,22 @@
+"""Calculators that answer in the page, without a kernel: each is a small ES module with a class that inlines it.
+
+Their arithmetic stands in ``cost.mjs`` and is tested to give what :mod:`kvlab.cost` gives.
+"""
+
+from kvlab.book.calculators.base import Calculator
+from kvlab.book.calculators.kinds import (
+    DecodeStepCalculator,
+    KVCacheCalculator,
+    LatencyCalculator,
+    MemoryCalculator,
+    RooflineCalculator,
+)
+
+__all__ = [
+    "Calculator",
+    "DecodeStepCalculator",
+    "KVCacheCalculator",
+    "LatencyCalculator",
+    "MemoryCalculator",
+    "RooflineCalculator",
+]
