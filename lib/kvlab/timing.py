@@ -88,6 +88,18 @@ def pooled_itl(requests: Sequence[RequestTimes]) -> list[float]:
     return [gap for request in requests for gap in request.itl]
 
 
+def carries_token(delta: Mapping[str, Any]) -> bool:
+    """Whether a chunk of a streamed chat answer holds anything that was generated; the first that does ends the TTFT.
+
+    Text, reasoning and tool calls are generated. The role that opens a stream is not: many servers send it before they
+    have computed anything.
+
+    Args:
+        delta: of the chunk, as OpenAI's protocol has it.
+    """
+    return any(delta.get(part) for part in ("content", "reasoning", "reasoning_content", "refusal", "tool_calls"))
+
+
 def goodput(
     requests: Sequence[RequestTimes], seconds: float, *, ttft: float | None = None, tpot: float | None = None
 ) -> float:
