@@ -13,6 +13,7 @@ for _module in ("kvlab.cache", "kvlab.model", "kvlab.generation", "kvlab.weights
 
 import torch  # noqa: E402
 
+from gpu_line import gpu_summary  # noqa: E402
 from kvlab.config import ModelConfig  # noqa: E402
 from kvlab.model import GPT  # noqa: E402
 from toys import random_gpt, small_config  # noqa: E402
@@ -31,3 +32,10 @@ def model(config: ModelConfig) -> GPT:
 @pytest.fixture
 def make_model() -> Callable[..., GPT]:
     return lambda dtype=torch.float64, seed=0, **changes: random_gpt(small_config(**changes), dtype, seed)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line what became of the GPU tests: a check that could not run must be seen."""
+    words = gpu_summary(terminalreporter.stats)
+    if words:
+        terminalreporter.write_line(words)

@@ -1,12 +1,14 @@
 """Generation: prefill, decode, sampling, and text as it arrives."""
 
 from kvlab.generation.beam import Beam, beam_search
+from kvlab.generation.fixed import FixedDecode
 from kvlab.generation.generate import Generation, Timing, TokenStep, decode, generate, prefill
 from kvlab.generation.sampling import Sampler, Sampling, probabilities
 from kvlab.generation.text import TextStream
 
 __all__ = [
     "Beam",
+    "FixedDecode",
     "Generation",
     "Sampler",
     "Sampling",
