@@ -72,6 +72,10 @@ def test_nothing_names_a_device_or_unpickles() -> None:
     ("statement", "unwanted"),
     [
         ("import kvlab, kvlab.config, kvlab.timing, kvlab.cli", {"torch", "transformers", "numpy", "huggingface_hub"}),
+        (
+            "import kvlab.cost; kvlab.cost.predict('llama-3-8b', 'h100-sxm', prompt_tokens=9)",
+            {"torch", "transformers", "numpy", "matplotlib"},
+        ),
         ("import kvlab.weights, kvlab.generation", {"transformers", "gguf", "matplotlib", "huggingface_hub"}),
     ],
 )

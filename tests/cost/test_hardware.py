@@ -11,8 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.cost import Calibration, Curve, Hardware, Kernels, hardware_names, hardware_of
+from kvlab.cost import (
+    Calibration,
+    Curve,
+    Hardware,
+    Kernels,
+    PassTime,
+    Row,
+    decode_pass,
+    hardware_names,
+    hardware_of,
+    operators,
+    pass_time,
+    prefill_pass,
+)
 from kvlab.errors import ConfigError
+from toys import small_config
 
 CARD: dict[str, Any] = {
     "name": "card", "title": "A card", "kind": "imagined", "memory_bytes": 2**30, "bandwidth": 1e9,
@@ -164,8 +178,63 @@ def test_through_json_and_back(device: Hardware) -> None:
     back = Hardware.from_json(json.loads(json.dumps(device.to_json())))
     assert back == device
     assert back.label == device.label
-    assert hash(back.name)
     if device.calibration is not None:
         assert back.calibration is not None
         assert back.calibration.kernels["float16"].linear_rate(3, 1e5) == 1e9
         assert replace(back, calibration=None) != device
+
+
+# A pass on a device that was measured.
+
+
+def parts(timed: PassTime) -> dict[str, float]:
+    """Seconds of the kernels, by the name of their operator."""
+    return {t.operator.name: t.kernel_s for t in timed.operators}
+
+
+@pytest.mark.parametrize("rows", [prefill_pass(30, 2), decode_pass(30, 4)])
+def test_on_a_cpu_kernels_and_host_add_up_and_on_a_gpu_the_longer_counts(rows: list[Row]) -> None:
+    config, device = small_config(n_head=2), calibrated(launch_s=1e-5, pass_s=3e-3)
+    found = operators(config, rows, "float16")
+    kernel_s = 0.0
+    for operator in found:
+        moved, done = operator.bytes / 1e9, operator.flops / 1e9
+        if operator.part == "attention":
+            kernel_s += done if rows[0].new > 1 else moved
+        else:
+            kernel_s += max(moved, done)
+    host_s = 3e-3 + 1e-5 * sum(operator.calls * operator.launches for operator in found)
+    timed = pass_time(config, rows, device, "float16")
+    assert (timed.kernels_s, timed.host_s) == (pytest.approx(kernel_s), pytest.approx(host_s))
+    assert timed.seconds == pytest.approx(kernel_s + host_s)
+    assert timed.share("overhead") == pytest.approx(host_s / (kernel_s + host_s))
+    ahead = pass_time(config, rows, asynchronously(device), "float16")
+    assert ahead.seconds == pytest.approx(max(kernel_s, host_s))
+    for one in (timed, ahead):
+        every: tuple[Any, ...] = ("linear", "attention", "head", "elementwise", "overhead")
+        assert sum(one.share(part) for part in every) == pytest.approx(1)
+
+
+def asynchronously(device: Hardware) -> Hardware:
+    assert device.calibration is not None
+    return replace(device, calibration=replace(device.calibration, asynchronous=True))
+
+
+def test_curves_are_asked_at_the_right_place() -> None:
+    """Attention of a prompt at its keys, of a step at the bytes of a layer's cache; matrices at their rows."""
+    rise = Curve((1, 1e6), (1.0, 1e6))  # the value is the place
+    config = small_config(windows=(None, 5))
+    device = calibrated(prefill_attention=rise, decode_attention=rise, linear=((1e6, rise),))
+    prompt = pass_time(config, prefill_pass(20), device, "float16")
+    found = {o.name: o for o in operators(config, prefill_pass(20), "float16")}
+    assert parts(prompt)["attention"] == pytest.approx(found["attention"].flops / 20)
+    assert parts(prompt)["qkv"] == pytest.approx(found["qkv"].flops / 20)
+    assert parts(prompt)["head"] == pytest.approx(found["head"].flops / 1)
+    step = parts(pass_time(config, decode_pass(50, 3), device, "float16"))
+    # Bytes over a rate that equals them.
+    assert [step["attention"], step["attention(5)"]] == pytest.approx([1, 1])
+
+
+def test_a_dtype_that_was_not_calibrated_is_refused() -> None:
+    with pytest.raises(ConfigError, match="card was calibrated for float16, not for bfloat16"):
+        pass_time(small_config(), [Row(1)], calibrated())
