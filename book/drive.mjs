@@ -4,9 +4,10 @@ import { readFileSync } from "node:fs";
 import { launch, serve, watch } from "./chromium.mjs";
 
 const [root, executablePath] = process.argv.slice(2);
-const { path, width, scheme, touch, steps } = JSON.parse(readFileSync(0, "utf8"));
+const { path, width, scheme, steps } = JSON.parse(readFileSync(0, "utf8"));
 const read = [];
 
+// A step is [what, selector, ...]; `evaluate` takes an expression instead.
 const DO = {
   select: (page, target, value) => page.locator(target).selectOption(value),
   fill: (page, target, value) => page.locator(target).fill(value),
@@ -21,14 +22,14 @@ const DO = {
     const { x, y, width, height } = await page.locator(target).boundingBox();
     await page.mouse.move(x + width / 2, y + height / 2);
     await page.mouse.down();
-    for (let part = 1; part <= 8; part += 1) await page.mouse.move(x + width / 2 + (by * part) / 8, y + height / 2);
+    for (let part = 1; part <= 8; part += 1) await page.mouse.move(x + width / 2 + (Number(by) * part) / 8, y + height / 2);
     await page.mouse.up();
   },
 };
 
 const [server, base] = await serve(root);
 const browser = await launch(executablePath);
-const context = await browser.newContext({ viewport: { width, height: 900 }, colorScheme: scheme, hasTouch: Boolean(touch) });
+const context = await browser.newContext({ viewport: { width, height: 900 }, colorScheme: scheme });
 const page = await context.newPage();
 page.setDefaultTimeout(10_000);
 const seen = await watch(page, base);

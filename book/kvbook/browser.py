@@ -38,16 +38,27 @@ def required() -> bool:
     return os.environ.get("CI", "").lower() in ("1", "true")
 
 
-def look_at(site: Path, pages: list[str]) -> list[dict[str, Any]]:
-    """Open the pages; one result for each page, width and colour scheme."""
+def node(script: Path, *arguments: str, given: str = "") -> Any:
+    """What a script prints as JSON; the packages that scripts of this folder import are installed first."""
     if not (TOOLS / "node_modules" / "playwright-core").is_dir():
         subprocess.run(["npm", "ci", "--ignore-scripts", "--silent"], cwd=TOOLS, check=True, stdin=subprocess.DEVNULL)
-    command = ["node", str(TOOLS / "browser.mjs"), str(site), str(find_browser()), *pages]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=1800)
+    done = subprocess.run(["node", str(script), *arguments], input=given, capture_output=True, text=True, timeout=1800)
     if done.returncode:
-        raise RuntimeError(f"the browser check stopped: {done.stderr[-2000:]}")
-    results: list[dict[str, Any]] = json.loads(done.stdout)
+        raise RuntimeError(f"{script.name} stopped: {done.stderr[-2000:]}")
+    return json.loads(done.stdout)
+
+
+def look_at(site: Path, pages: list[str]) -> list[dict[str, Any]]:
+    """Open the pages; one result for each page, width and colour scheme."""
+    results: list[dict[str, Any]] = node(TOOLS / "browser.mjs", str(site), str(find_browser()), *pages)
     return results
+
+
+def drive(site: Path, steps: list[list[str]], path: str = "index.html", **view: Any) -> dict[str, Any]:
+    """Open a page and do what the steps say (`drive.mjs`); what was read there, and what the page complained about."""
+    job = {"path": path, "width": 1280, "scheme": "light", **view, "steps": steps}
+    seen: dict[str, Any] = node(TOOLS / "drive.mjs", str(site), str(find_browser()), given=json.dumps(job))
+    return seen
 
 
 def violations(results: list[dict[str, Any]]) -> set[tuple[str, str]]:

@@ -43,9 +43,10 @@ def test_every_page_is_seen_in_four_ways(results: list[dict[str, Any]], site: Si
     assert themes == {("light", "light"), ("dark", "dark")}
 
 
-@pytest.mark.parametrize("key", ["console", "outside", "missing", "broken", "unset"])
+@pytest.mark.parametrize("key", ["console", "outside", "missing", "broken", "unset", "dead", "twice"])
 def test_no_errors_and_nothing_from_elsewhere(results: list[dict[str, Any]], key: str) -> None:
-    """Console errors, requests that leave the site, missing files, broken images, formulas that MathJax refused."""
+    """Console errors, requests that leave the site, missing files, broken images, formulas that MathJax refused,
+    calculators without their controls, ids that scripts gave twice."""
     assert found(results, key) == []
 
 
@@ -69,12 +70,15 @@ def test_no_accessibility_violation_beyond_the_theme(results: list[dict[str, Any
 def test_the_check_sees_what_it_looks_for(look: Callable[..., list[dict[str, Any]]]) -> None:
     results = look(
         '<p style="color:#999;background:#fff">faint</p><img src="gone.png" alt="gone">'
-        '<div style="width:900px">wide</div>',
+        '<div style="width:900px">wide</div>'
+        '<div class="kvlab-calculator" data-kind="memory"><p id="a">a</p><p id="a">b</p></div>',
         '<script>console.error("bad")</script><script src="https://example.org/x.js"></script>',
     )
     assert any("bad" in text for text in found(results, "console"))
     assert any("https://example.org/x.js" in text for text in found(results, "outside"))
     assert any("404" in text for text in found(results, "missing"))
     assert any("gone.png" in text for text in found(results, "broken"))
+    assert found(results, "dead") == ["index.html (desktop): memory", "index.html (phone): memory"]
+    assert any(text.endswith(": a") for text in found(results, "twice"))
     assert any(r["overflow"] > 0 for r in results if r["view"] == "phone")
     assert ("color-contrast", "p") in browser.violations(results)

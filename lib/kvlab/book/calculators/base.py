@@ -53,10 +53,9 @@ class Calculator(ABC):
     def _repr_html_(self) -> str:
         """The panel with all that it needs."""
         names = {"model": self.model.name, "device": self.device.name if self.device else None}
-        data = json.dumps(
-            {"catalogue": catalogue(self.model, self.device), "setting": self.setting | names}, separators=(",", ":")
-        )
-        safe = data.replace("<", r"\u003c")
+        stored = [self.setting[name] for name in ("weights", "kv") if name in self.setting]
+        data = {"catalogue": catalogue(self.model, self.device, stored), "setting": self.setting | names}
+        safe = json.dumps(data, separators=(",", ":")).replace("<", r"\u003c")
         return (
             f"<style>{_text('calculators.css')}</style>"
             f'<div class="kvlab-calculator" data-kind="{self.kind}" role="group" '

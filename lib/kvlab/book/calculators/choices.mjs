@@ -59,7 +59,8 @@ function formatChoice(panel, label, formats, wanted, refusals) {
       let chosen = control.value || wanted;
       note = "";
       if (reason(chosen)) {
-        const other = Object.keys(formats).find((name) => formats[name].bits === formats[chosen].bits && !reason(name)) ?? "bfloat16";
+        const alike = Object.keys(formats).filter((name) => formats[name].bits === formats[chosen].bits && !reason(name));
+        const other = alike.find((name) => formats[name].group) ?? alike[0] ?? "bfloat16";
         note = `${label}: in ${formats[chosen].name}, ${reason(chosen)}; ${formats[other].title} was taken instead.`;
         chosen = taken = other;
       }

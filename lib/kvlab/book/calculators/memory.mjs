@@ -56,7 +56,7 @@ mount("memory", (panel, catalogue, setting) => {
           : "no token of these requests fits beside the weights",
       ],
       limits: [
-        "Weights and cache only: activations, logits and the runtime (CUDA takes about half a GiB) need the rest of the memory. “GB” of a card is taken as GiB, as its driver shows it.",
+        "Weights and cache only: activations, logits and the runtime itself need some of the rest. “GB” of a card is taken as GiB, as its driver shows it.",
         shapeNote(shape),
       ],
     });

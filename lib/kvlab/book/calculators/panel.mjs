@@ -46,7 +46,7 @@ class Panel {
     this.controls = element("div", { class: "kvc-controls" });
     this.headline = element("output", { class: "kvc-answer", "aria-live": "polite" });
     this.warnings = element("div", { class: "kvc-warnings" });
-    this.figures = element("dl", { class: "kvc-figures" });
+    this.figures = element("div", { class: "kvc-figures" });
     this.picture = element("div", { class: "kvc-picture" });
     this.key = element("ul", { class: "kvc-key" });
     this.sums = element("ul", { class: "kvc-sums" });
@@ -130,7 +130,7 @@ class Panel {
   say({ answer, warnings = [], figures = [], key = [], sums = [], limits = [] }) {
     const paragraphs = (words) => words.filter(Boolean).map((text) => element("p", {}, text));
     if (this.headline.textContent !== answer) this.headline.textContent = answer;
-    this.figures.replaceChildren(...figures.map(([name, value, kind]) => element("div", { class: `kvc-figure kvc-${kind ?? "plain"}` }, element("dt", {}, name), element("dd", {}, value))));
+    this.figures.replaceChildren(...figures.map(([name, value, kind]) => element("div", { class: `kvc-figure kvc-${kind ?? "plain"}` }, element("span", {}, name), element("strong", {}, value))));
     this.key.replaceChildren(...key.map(([kind, words]) => element("li", {}, element("span", { class: `kvc-swatch kvc-${kind}`, "aria-hidden": "true" }), words)));
     this.sums.replaceChildren(...sums.map((words) => element("li", {}, words)));
     this.warnings.replaceChildren(...paragraphs(warnings));

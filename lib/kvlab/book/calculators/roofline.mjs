@@ -24,9 +24,10 @@ class Chart {
       control.set(value);
       this.panel.update();
     };
+    let grip = 0; // from where it was taken to the middle of the dot
     const drag = (event) => {
       if (!handle.hasPointerCapture(event.pointerId)) return;
-      const wanted = Math.log(this.intensityAt(event.clientX - this.svg.getBoundingClientRect().left));
+      const wanted = Math.log(this.intensityAt(event.clientX + grip));
       const off = (value) => {
         const { flops, bytes } = pass(value);
         return Math.abs(Math.log(flops / bytes) - wanted);
@@ -40,6 +41,8 @@ class Chart {
         role: "slider", tabindex: 0, class: `kvc-handle kvc-${phase}`, "aria-label": label,
         onpointerdown: (event) => {
           event.preventDefault();
+          const { left, width } = handle.querySelector(".kvc-dot").getBoundingClientRect();
+          grip = left + width / 2 - event.clientX;
           handle.focus();
           handle.setPointerCapture(event.pointerId);
         },
@@ -69,7 +72,10 @@ class Chart {
     const [floor, ceiling] = [peak * DEEP, peak * 2].map(Math.log);
     const x = (value) => box.left + ((Math.log(value) - low) / (high - low)) * (box.right - box.left);
     const y = (value) => box.bottom - ((Math.log(Math.max(value, peak * DEEP)) - floor) / (ceiling - floor)) * (box.bottom - box.top);
-    this.intensityAt = (pixel) => Math.exp(low + ((pixel - box.left) / (box.right - box.left)) * (high - low));
+    this.intensityAt = (pixel) => {
+      const part = (pixel - this.svg.getBoundingClientRect().left - box.left) / (box.right - box.left);
+      return Math.exp(low + part * (high - low));
+    };
     for (const [name, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) this.svg.setAttribute(name, value);
     this.svg.setAttribute("aria-label", `Roofline: FLOP/s that can be reached over FLOP a byte, for ${card.label}`);
     this.ground.replaceChildren(...axes(box, x, y, peak), ...roof(box, x, y, card, peak));
