@@ -269,3 +269,42 @@ def statement_problems(rows: Iterable[Mapping[str, str]], finished: set[int], si
         if row["claim"] and row["claim"] not in {name for name in anchors if name.startswith("claim-")}:
             problems.append(f"{where}: page {page} has no claim {row['claim']}")
     return problems
+
+
+# --- myths ----------------------------------------------------------------------------------------------------------
+
+MYTHS_PAGE = "myths"
+VERDICT_WORDS = {"WRONG": "Wrong", "IMP": "Imprecise", "OLD": "Outdated"}
+
+
+def myth_problems(rows: Iterable[Mapping[str, str]], site: Site) -> list[str]:
+    """Statements that are not right, have a place and no entry that leads there; entries without such a statement.
+
+    An entry is an element of class ``myth`` with the anchor ``myth-N`` of each row that it covers. It begins with the
+    verdict, in bold, and links to the row's place or to its claim.
+    """
+    soup = site.pages.get(site.root / f"{MYTHS_PAGE}.html")
+    if soup is None:
+        return [f"there is no page {MYTHS_PAGE}"]
+    owed = {f"myth-{row['row']}": row for row in rows if row["verdict"] in VERDICT_WORDS and row["place"]}
+    found = {str(tag["id"]): tag for tag in soup.find_all(id=re.compile(r"^myth-\d+$"))}
+    problems = [f"{name}: no such row is wrong and has a place" for name in sorted(found.keys() - owed.keys())]
+    for name, row in owed.items():
+        entry = found[name].find_parent(class_="myth") or found[name] if name in found else None
+        problems += [f"{name}: {why}" for why in _entry_problems(entry, row)]
+    return problems
+
+
+def _entry_problems(entry: Any, row: Mapping[str, str]) -> list[str]:
+    """What an entry of the myths page lacks for one of its rows."""
+    if entry is None:
+        return [f"no entry for row {row['row']}"]
+    problems = []
+    verdict, shown = VERDICT_WORDS[row["verdict"]], entry.find("strong")
+    if shown is None or shown.get_text().strip(". ") != verdict:
+        problems.append(f"the entry does not begin with **{verdict}.**")
+    page, _, anchor = row["place"].partition("#")
+    wanted = {f"{page}.html#{name}" for name in (anchor, row["claim"]) if name}
+    if not wanted & {str(link["href"]) for link in entry.select("a[href]")}:
+        problems.append(f"no link to {' or '.join(sorted(wanted))}")
+    return problems
