@@ -45,8 +45,8 @@ mount("latency", (panel, catalogue, setting) => {
   const prompt = panel.number("Tokens of a prompt", setting.prompt_tokens, 1, setting.prompt_tokens);
   const answer = panel.number("Tokens of an answer", setting.new_tokens, 1, setting.new_tokens);
   const batch = panel.number("Requests at once", setting.batch, 1, 1024);
-  const compute = panel.number("Share of the FLOP/s peak reached, %", 100, 5, 100, percents);
-  const bandwidth = panel.number("Share of the bandwidth peak reached, %", 100, 5, 100, percents);
+  const compute = panel.number("Share of the FLOP/s peak, %", 100, 5, 100, percents);
+  const bandwidth = panel.number("Share of the bandwidth, %", 100, 5, 100, percents);
 
   return () => {
     const [shape, card] = [model.value, device.value];

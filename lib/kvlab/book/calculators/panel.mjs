@@ -22,6 +22,9 @@ function newId() {
   return `kvlab-calculator-${globalThis.kvlabCalculatorIds}`;
 }
 
+/** A number keeps its unit on its line. */
+const together = (words) => words.replace(/(\d) (?=[KMGTP]?(?:i?B|FLOP)\b|kB\b|[mµ]?s\b|%)/g, "$1\u00a0");
+
 /** 1, 2, 3, 4, 6, 8, 12, 16, ... from the first number to the last. */
 export function rungs(least, most) {
   const found = new Set([least, most]);
@@ -132,7 +135,7 @@ class Panel {
     if (this.headline.textContent !== answer) this.headline.textContent = answer;
     this.figures.replaceChildren(...figures.map(([name, value, kind]) => element("div", { class: `kvc-figure kvc-${kind ?? "plain"}` }, element("span", {}, name), element("strong", {}, value))));
     this.key.replaceChildren(...key.map(([kind, words]) => element("li", {}, element("span", { class: `kvc-swatch kvc-${kind}`, "aria-hidden": "true" }), words)));
-    this.sums.replaceChildren(...sums.map((words) => element("li", {}, words)));
+    this.sums.replaceChildren(...sums.map((words) => element("li", {}, together(words))));
     this.warnings.replaceChildren(...paragraphs(warnings));
     this.limits.replaceChildren(...paragraphs(limits));
   }
