@@ -82,4 +82,4 @@ export function memoryWarning(model, card, batch, tokens, weights, kv) {
   return need > card.memory_bytes ? `Weights and caches need ${binary(need)}, the device has ${binary(card.memory_bytes)}: this does not run there.` : "";
 }
 
-export const peakNote = "Times are limits: no operator beats its data-sheet peak, and a real engine takes longer.";
+export const peakNote = "Times are limits: no operator beats the peaks of the device, and a real engine takes longer.";
