@@ -93,7 +93,7 @@ class Calibration:
         read_bandwidth: byte/s of plain reading, by working set in bytes.
         asynchronous: the host runs ahead of the device, so that its time hides behind the kernels (GPU) or adds to
             them (CPU).
-        noise: the same measurement twice, |second / first - 1|, median over all points.
+        noise: the same measurement twice, ``|second / first - 1|``, median over all points.
     """
 
     kernels: Mapping[str, Kernels]

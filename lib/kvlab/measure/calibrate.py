@@ -108,7 +108,7 @@ class Calibrator:
 
     @property
     def noise(self) -> float:
-        """The same measurement twice, |second / first - 1|, median over all points; 0 before the second round."""
+        """The same measurement twice, ``|second / first - 1|``, median over all points; 0 before the second round."""
         pairs = [(a, b) for point in self._points for a, b in zip(point.seconds, point.seconds[1:], strict=False)]
         return median(abs(b / a - 1) for a, b in pairs) if pairs else 0.0
 

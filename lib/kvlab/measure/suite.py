@@ -111,13 +111,13 @@ def _measure(one: Bench, number: int, rounds: int, tell: Callable[[str], None]) 
 
 
 def _noise(rows: Sequence[dict[str, Any]], figure: str) -> float | None:
-    """The same measurement twice: median over all cases of |second / first - 1|; None where none was repeated."""
+    """The same measurement twice: median over all cases of ``|second / first - 1|``; None where none was repeated."""
     repeats = [row[f"{figure}_repeats_s"] for row in rows]
     pairs = [abs(b / a - 1) for seconds in repeats for a, b in pairwise(seconds)]
     return median(pairs) if pairs else None
 
 
 def _residuals(rows: Sequence[dict[str, Any]], figure: str) -> dict[str, float]:
-    """How far predictions were off, |predicted / measured - 1|."""
+    """How far predictions were off, ``|predicted / measured - 1|``."""
     off = [abs(row[f"predicted_{figure}_s"] / row[f"{figure}_s"] - 1) for row in rows]
     return {"median": median(off), "worst": max(off)}
