@@ -18,7 +18,8 @@ from kvlab.cost.parameters import active_width
 def activation_bytes(model: Shape, rows: Sequence[Row], dtype: str = "bfloat16") -> int:
     """Peak of the tensors between the layers, without autograd; weights and cache excluded.
 
-    An engine that fuses kernels stays below. Rows are taken to be of the same length, as in :func:`prefill_pass`.
+    An engine that fuses kernels stays below. Rows are taken to be of the same length, as those of
+    :func:`~kvlab.cost.flops.prefill_pass` are.
 
     Args:
         model: a preset name, a Hub config, or a shape; of experts those that a token visits count.

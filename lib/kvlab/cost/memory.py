@@ -193,7 +193,7 @@ def weight_format(model: Shape, weights: str | Format) -> Format:
 
     Args:
         model: a preset name, a Hub config, or a shape.
-        weights: a name of :data:`~kvlab.cost.FORMATS`, or a format.
+        weights: a name of :data:`~kvlab.cost.formats.FORMATS`, or a format.
 
     Raises:
         ConfigError: no format is called so, or a group size does not divide some layer's inputs.
@@ -209,7 +209,7 @@ def cache_format(model: Shape, kv: str | Format) -> Format:
 
     Args:
         model: a preset name, a Hub config, or a shape.
-        kv: a name of :data:`~kvlab.cost.FORMATS`, or a format.
+        kv: a name of :data:`~kvlab.cost.formats.FORMATS`, or a format.
 
     Raises:
         ConfigError: no format is called so, or a group size does not divide a head or a latent.
