@@ -13,7 +13,7 @@ for _module in ("kvlab.cache", "kvlab.model", "kvlab.generation", "kvlab.weights
 
 import torch  # noqa: E402
 
-from gpu_line import gpu_summary  # noqa: E402
+from gpu_line import MISSED, gpu_line  # noqa: E402
 from kvlab.config import ModelConfig  # noqa: E402
 from kvlab.model import GPT  # noqa: E402
 from toys import random_gpt, small_config  # noqa: E402
@@ -34,8 +34,10 @@ def make_model() -> Callable[..., GPT]:
     return lambda dtype=torch.float64, seed=0, **changes: random_gpt(small_config(**changes), dtype, seed)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say in one line what became of the GPU tests: a check that could not run must be seen."""
-    words = gpu_summary(terminalreporter.stats)
-    if words:
-        terminalreporter.write_line(words)
+    stats = terminalreporter.stats
+    run = (report.nodeid for kind in ("passed", "failed", "error") for report in stats.get(kind, ()))
+    line = gpu_line(config.stash.get(MISSED, 0), run)
+    if line:
+        terminalreporter.write_line(line)

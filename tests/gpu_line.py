@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 
+import pytest
 import torch
 
-NO_GPU = "no CUDA device"
+#: How many GPU tests were collected and could not be run.
+MISSED = pytest.StashKey[int]()
 
 
-def gpu_summary(stats: Mapping[str, Sequence[object]]) -> str:
-    """The line about the GPU tests; empty when none of them was asked for."""
-    missed = sum(NO_GPU in str(getattr(report, "longrepr", "")) for report in stats.get("skipped", ()))
+def gpu_line(missed: int, run: Iterable[str]) -> str:
+    """The line; empty when no GPU test was asked for.
+
+    Args:
+        missed: GPU tests that found no device.
+        run: names of the tests that ran.
+    """
     if missed:
-        return f"GPU tests: {missed} not run, {NO_GPU}"
-    wanted = ("passed", "failed", "error")
-    run = {getattr(report, "nodeid", "") for kind in wanted for report in stats.get(kind, ())}
-    on_gpu = sum(name.startswith("tests/gpu/") for name in run)
-    return f"GPU tests: run on {torch.cuda.get_device_name()}" if on_gpu and torch.cuda.is_available() else ""
+        return f"GPU tests: {missed} not run, no CUDA device"
+    if torch.cuda.is_available() and any("tests/gpu/" in name for name in run):
+        return f"GPU tests: run on {torch.cuda.get_device_name()}"
+    return ""

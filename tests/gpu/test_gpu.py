@@ -10,14 +10,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gpu_line import NO_GPU, gpu_summary
+from gpu_line import gpu_line
 from kvlab.cache import ContiguousCache, make_cache, positions_from_mask
 from kvlab.cost import activation_bytes, kv_bytes, prefill_pass, weight_bytes
 from kvlab.devices import dtype_name, pick_dtype
@@ -272,6 +271,5 @@ def test_the_clock_waits_for_the_device(device: torch.device) -> None:
 
 
 def test_what_was_not_run_is_said_in_one_line() -> None:
-    missed = SimpleNamespace(nodeid="tests/gpu/test_gpu.py::test[cuda]", longrepr=("file", 1, f"Skipped: {NO_GPU}"))
-    assert gpu_summary({"skipped": [missed, missed]}) == "GPU tests: 2 not run, no CUDA device"
-    assert gpu_summary({"passed": [SimpleNamespace(nodeid="tests/test_cli.py::test")]}) == ""
+    assert gpu_line(2, ["tests/gpu/test_gpu.py::test[cpu]"]) == "GPU tests: 2 not run, no CUDA device"
+    assert gpu_line(0, ["tests/test_cli.py::test"]) == ""
