@@ -32,8 +32,10 @@ def jupyter_book(toc: Path, strict: bool) -> int:
 def only(page: str) -> Path:
     """A table of contents with one chapter and the reference pages, for a writer in a hurry."""
     toc: dict[str, Any] = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
-    reference = [part for part in toc["parts"] if part["caption"] == "Reference"]
-    toc["parts"] = [{"caption": "Draft", "chapters": [{"file": page}]}, *reference]
+    reference = next(part for part in toc["parts"] if part["caption"] == "Reference")
+    # The myths lead into every chapter: in a draft without the chapters they would only warn.
+    reference["chapters"] = [item for item in reference["chapters"] if item["file"] not in (page, "myths")]
+    toc["parts"] = [{"caption": "Draft", "chapters": [{"file": page}]}, reference]
     path = BUILD / "toc_draft.yml"
     path.parent.mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(toc, sort_keys=False), "utf8")

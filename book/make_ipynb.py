@@ -12,7 +12,7 @@ from typing import Any
 import jupytext
 import nbformat
 from kvbook import addresses
-from kvbook.layout import CHAPTERS, ROOT, numbered_chapters
+from kvbook.layout import CHAPTERS, ROOT, notebook_pages
 from kvbook.notebook_text import Book, NotebookError, Translator, read_book
 from nbformat import NotebookNode
 
@@ -94,7 +94,7 @@ def main() -> int:
     where = addresses.read(ROOT)
     book = read_book(CHAPTERS, where.site)
     stale = []
-    for path in numbered_chapters():
+    for path in notebook_pages():
         target = path.with_suffix(".ipynb")
         try:
             text = notebook(path, book, where.repository)

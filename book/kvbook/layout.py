@@ -11,5 +11,10 @@ SITE = BUILD / "html"
 
 
 def numbered_chapters() -> list[Path]:
-    """The chapters of the course, in order: the pages that have the frame and a notebook."""
+    """The chapters of the course, in order: the pages that have the frame."""
     return sorted(CHAPTERS.glob("[0-9][0-9]_*.md"))
+
+
+def notebook_pages() -> list[Path]:
+    """The pages that are executed and have a notebook beside them: the chapters, and tables made of results."""
+    return [path for path in sorted(CHAPTERS.glob("*.md")) if "\nkernelspec:\n" in path.read_text("utf8")]

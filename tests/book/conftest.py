@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "book"))
 
 from kvbook import addresses, browser, execution  # noqa: E402
 from kvbook.checks import Site  # noqa: E402
-from kvbook.layout import SITE, numbered_chapters  # noqa: E402
+from kvbook.layout import SITE, notebook_pages  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +39,7 @@ def site(built: Path) -> Site:
 def executed(built: Path) -> dict[str, dict[str, Any]]:
     """The executed notebooks by name."""
     key = execution.KEY_NOTE.read_text()
-    return {path.stem: execution.executed(path.stem, key) for path in numbered_chapters()}
+    return {path.stem: execution.executed(path.stem, key) for path in notebook_pages()}
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 from kvbook import checks
-from kvbook.layout import ROOT, numbered_chapters
+from kvbook.layout import ROOT, notebook_pages, numbered_chapters
 
 CHAPTERS = numbered_chapters()
+PAGES = notebook_pages()
 
 SAMPLE = re.search(r"^`````markdown\n(.*?)^`````$", (ROOT / "book" / "AUTHORING.md").read_text("utf8"), re.M | re.S)
 
@@ -32,17 +33,21 @@ def test_frame(path: Path) -> None:
     assert checks.frame_problems(path.read_text("utf8")) == []
 
 
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_cells(path: Path) -> None:
     assert checks.cell_problems(path.read_text("utf8")) == []
 
 
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_notebook_has_no_outputs(path: Path) -> None:
     cells = json.loads(path.with_suffix(".ipynb").read_text("utf8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert code
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+def test_the_chapters_and_the_results_have_notebooks() -> None:
+    assert {path.stem for path in PAGES} == {"results", *(path.stem for path in CHAPTERS)}
 
 
 def test_notebooks_are_what_the_chapters_make() -> None:

@@ -11,14 +11,14 @@ import yaml
 from kvbook import checks
 from kvbook.addresses import Addresses
 from kvbook.checks import Site
-from kvbook.layout import ROOT, numbered_chapters
+from kvbook.layout import ROOT, notebook_pages
 from kvbook.ledger import read_claims
 
-CHAPTERS = numbered_chapters()
+PAGES = notebook_pages()
 
 # Headings of the plan whose work is done: each of their statements must have its place in the book. A heading
 # joins when its issue closes.
-FINISHED_HEADINGS = {1}
+FINISHED_HEADINGS = {1, 2}
 
 
 def test_links_and_anchors(site: Site) -> None:
@@ -43,7 +43,7 @@ def test_every_page_of_the_contents_is_built(site: Site) -> None:
     toc = yaml.safe_load((ROOT / "_toc.yml").read_text("utf8"))
     listed = [toc["root"], *files(toc)]
     assert [name for name in listed if site.anchors_of(name) is None] == []
-    assert sorted(path.stem for path in CHAPTERS if path.stem not in listed) == []
+    assert sorted(path.stem for path in PAGES if path.stem not in listed) == []
 
 
 def test_nothing_stray_in_the_outputs(executed: dict[str, dict[str, Any]]) -> None:
@@ -69,8 +69,13 @@ def test_statements_of_finished_headings_have_their_place(site: Site) -> None:
     assert checks.statement_problems(rows, FINISHED_HEADINGS, site) == []
 
 
+def test_every_statement_that_is_not_right_has_its_entry_among_the_myths(site: Site) -> None:
+    rows = checks.read_statements(ROOT / "data" / "statements.csv")
+    assert checks.myth_problems(rows, site) == []
+
+
 def test_links_of_the_notebooks_lead_into_the_site(site: Site, address: Addresses) -> None:
-    texts = {path.name: path.with_suffix(".ipynb").read_text("utf8") for path in CHAPTERS}
+    texts = {path.name: path.with_suffix(".ipynb").read_text("utf8") for path in PAGES}
     assert checks.site_link_problems(texts, address.site, site) == []
 
 
@@ -153,6 +158,46 @@ def test_statement_places_are_checked(tmp_path: Path) -> None:
     assert problems(row("nowhere#there", heading="2")) == 1
     assert problems(row("other#there", "claim-gone")) == 1
     assert problems(row("other#there", "there")) == 1
+
+
+def myth(anchor: str, verdict: str = "Wrong.", link: str = "other.html#there") -> str:
+    return f'<div class="myth admonition" id="{anchor}"><p><strong>{verdict}</strong> <a href="{link}">x</a></p></div>'
+
+
+def myths(folder: Path, body: str) -> Site:
+    (folder / "myths.html").write_text(f"<html><body><article>{body}</article></body></html>")
+    return Site(folder)
+
+
+def test_entries_of_the_myths_page_are_checked(tmp_path: Path) -> None:
+    wrong = {**row("other#there", "claim-a"), "verdict": "WRONG"}
+    fine, waiting = {**wrong, "row": "2", "verdict": "OK"}, {**wrong, "row": "3", "place": ""}
+
+    def problems(body: str) -> list[str]:
+        return checks.myth_problems([wrong, fine, waiting], myths(tmp_path, body))
+
+    assert problems(myth("myth-1")) == []
+    assert problems(myth("myth-1", link="other.html#claim-a")) == []
+    assert problems('<div class="myth"><span id="myth-1"></span>' + myth("any")) == []
+    assert problems("") == ["myth-1: no entry for row 1"]
+    assert problems(myth("myth-1", link="other.html#gone")) == [
+        "myth-1: no link to other.html#claim-a or other.html#there"
+    ]
+    assert problems(myth("myth-1", "Imprecise.")) == ["myth-1: the entry does not begin with **Wrong.**"]
+    assert problems(myth("myth-1") + myth("myth-2") + myth("myth-3")) == [
+        "myth-2: no such row is wrong and has a place",
+        "myth-3: no such row is wrong and has a place",
+    ]
+
+
+def test_a_link_beside_an_entry_is_not_in_it(tmp_path: Path) -> None:
+    wrong = {**row("other#there"), "verdict": "IMP"}
+    beside = myth("myth-1", "Imprecise.", "#") + '<a href="other.html#there">x</a>'
+    assert checks.myth_problems([wrong], myths(tmp_path, beside)) == ["myth-1: no link to other.html#there"]
+
+
+def test_a_book_without_myths_has_a_problem(tmp_path: Path) -> None:
+    assert checks.myth_problems([], small_site(tmp_path, "")) == ["there is no page myths"]
 
 
 def test_statements_file_reads_quoted_cells(tmp_path: Path) -> None:
