@@ -56,9 +56,7 @@ def test_residuals_are_those_of_the_rows(result: tuple[dict[str, Any], list[str]
         off = [abs(row[f"predicted_{figure}_s"] / row[f"{figure}_s"] - 1) for row in found["rows"]]
         assert found["residuals"][figure] == {"median": pytest.approx(sum(off) / 2), "worst": max(off)}
     first = found["rows"][0]["ttft_repeats_s"]
-    assert found["noise"]["ttft"] == pytest.approx(
-        sum(abs(b / a - 1) for a, b in pairwise(first)) / 2
-    )
+    assert found["noise"]["ttft"] == pytest.approx(sum(abs(b / a - 1) for a, b in pairwise(first)) / 2)
 
 
 def test_a_result_says_where_it_comes_from_and_survives_its_file(
