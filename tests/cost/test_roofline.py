@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from kvlab.config import MLA, ModelConfig, MoE
 from kvlab.cost import (
+    Calibration,
+    Curve,
     Format,
     Hardware,
+    Kernels,
     Operator,
     Row,
     Timed,
@@ -354,3 +357,57 @@ def test_groups_that_do_not_divide_are_refused_wherever_a_format_is_given() -> N
             call()
     with pytest.raises(ConfigError, match="a pass has no rows"):
         mbu(config, [], 1.0, SHEET)
+
+
+def calibrated(asynchronous: bool, launch: float = 1e-3, outside: float = 0.5) -> Hardware:
+    """A device on which every curve is level: 1,000 operations and 100 bytes a second."""
+    level, bytes_a_second = Curve((1.0,), (1000.0,)), Curve((1.0,), (100.0,))
+    kinds = ("norm", "rotate", "copy", "activation", "add")
+    kernels = Kernels(
+        linear=((1.0, level),),
+        prefill_attention=level,
+        decode_attention=bytes_a_second,
+        elementwise=dict.fromkeys(kinds, bytes_a_second),
+        launch_s=launch,
+        pass_s=outside,
+    )
+    found = Calibration({"float32": kernels}, Curve((1.0,), (1e12,)), asynchronous, noise=0.0)
+    return Hardware("level", "Level", "test", 2**30, 100.0, {"float32": 1000.0}, "a test", calibration=found)
+
+
+def test_host_time_adds_up_on_a_cpu_and_hides_on_a_gpu() -> None:
+    config, rows = small_config(), prefill_pass(5)
+    found = operators(config, rows, "float32")
+    kernels = sum(op.flops / 1000 if op.flops else op.bytes / 100 for op in found)
+    host = 0.5 + 1e-3 * sum(op.calls * op.launches for op in found)
+    assert pass_time(config, rows, calibrated(asynchronous=False), "float32").seconds == pytest.approx(kernels + host)
+    assert pass_time(config, rows, calibrated(asynchronous=True), "float32").seconds == pytest.approx(kernels)
+    slow_host = calibrated(asynchronous=True, outside=2 * kernels)
+    assert pass_time(config, rows, slow_host, "float32").seconds == pytest.approx(2 * kernels + host - 0.5)
+
+
+def test_the_shares_of_a_pass_add_up_to_one() -> None:
+    for asynchronous in (False, True):
+        found = pass_time(small_config(), decode_pass(5, 2), calibrated(asynchronous), "float32")
+        parts = ("linear", "attention", "head", "elementwise", "overhead")
+        assert sum(found.share(part) for part in parts) == pytest.approx(1)  # type: ignore[arg-type]
+
+
+def test_in_a_mixed_pass_prompts_and_steps_run_their_own_kernels() -> None:
+    """A step reads its cache at the rate of a step, whatever prompt is beside it."""
+    config, device = small_config(windows=(4, None)), calibrated(asynchronous=False)
+
+    def attention(rows: Sequence[Row]) -> float:
+        return sum(
+            timed.kernel_s
+            for timed in pass_time(config, rows, device, "float32").operators
+            if timed.operator.part == "attention"
+        )
+
+    prompts, steps = [Row(7, 2), Row(3)], [Row(1, 9), Row(1, 20)]
+    assert attention(prompts + steps) == pytest.approx(attention(prompts) + attention(steps))
+
+
+def test_a_dtype_that_was_not_calibrated_is_refused() -> None:
+    with pytest.raises(ConfigError, match="calibrated for float32, not for bfloat16"):
+        pass_time(small_config(), decode_pass(1), calibrated(asynchronous=False))

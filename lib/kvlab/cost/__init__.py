@@ -19,18 +19,16 @@ from kvlab.cost.memory import (
     weight_bytes,
     weight_bytes_read,
 )
+from kvlab.cost.operators import Operator, cache_bytes_read, operators
 from kvlab.cost.parameters import Parameters, parameters
 from kvlab.cost.pool import Pool, clamp_max_tokens, pool_bytes
 from kvlab.cost.predict import Memory, Prediction, largest_batch, predict, tokens_per_verification
 from kvlab.cost.roofline import (
-    Operator,
     PassTime,
     Timed,
-    cache_bytes_read,
     critical_batch,
     mbu,
     mfu,
-    operators,
     pass_time,
     step_bytes,
     weight_read_seconds,

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from kvlab.cache import KVCache, make_cache
-from kvlab.cost.roofline import Part
+from kvlab.cost.operators import Part
 from kvlab.errors import MeasureError
 from kvlab.generation import decode, prefill
 from kvlab.measure.bench import Case
