@@ -19,7 +19,7 @@ from kvlab.errors import MeasureError
 from kvlab.generation import decode, prefill
 from kvlab.measure.bench import Case
 from kvlab.model import GPT
-from kvlab.timing import Clock, clock_for
+from kvlab.timing import Clock, clock_for, repeat
 
 _LINEAR = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::bmm")
 _HEAD = "kvlab: head"
@@ -92,7 +92,7 @@ def profile(model: GPT, case: Case, *, passes: int = 3, clock: Clock | None = No
     Args:
         model: the decoder.
         case: how many prompts of which length.
-        passes: that are averaged, in each phase.
+        passes: of each phase, timed and then watched; the quickest of them count, undisturbed as they are.
         clock: what time is; by default the device's.
 
     Raises:
@@ -119,22 +119,20 @@ def profile(model: GPT, case: Case, *, passes: int = 3, clock: Clock | None = No
 
 
 def _phase(work: Callable[[], None], passes: int, clock: Clock, device: torch.device) -> PhaseProfile:
-    work()
-    start = clock.now()
-    for _ in range(passes):
-        work()
-    took = (clock.now() - start) / passes
+    took = repeat(work, clock, repeats=passes).best
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     # Read once, at the first profile of a process: without it the profiler writes its progress to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch_profile(activities=activities) as recorded:
-        for _ in range(passes):
-            work()
-        clock.synchronise()
-    return PhaseProfile(took, _operators(recorded.events(), passes, device))
+    watched: list[tuple[float, Any]] = []
+    for _ in range(passes):
+        with torch_profile(activities=activities) as recorded:
+            seconds = repeat(work, clock, repeats=1, warmup=0).best
+        watched.append((seconds, recorded))
+    _, quickest = min(watched, key=lambda pair: pair[0])
+    return PhaseProfile(took, _operators(quickest.events(), device))
 
 
-def _operators(events: Any, passes: int, device: torch.device) -> tuple[OperatorTime, ...]:
+def _operators(events: Any, device: torch.device) -> tuple[OperatorTime, ...]:
     """Events by name and part. On a GPU the kernels that an operator started count, not the host's time."""
     found: dict[tuple[str, Part], list[float]] = {}
     for event in events:
@@ -142,8 +140,8 @@ def _operators(events: Any, passes: int, device: torch.device) -> tuple[Operator
             continue
         micro = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
         entry = found.setdefault((event.name, _part(event)), [0.0, 0.0])
-        entry[0] += 1 / passes
-        entry[1] += micro * 1e-6 / passes
+        entry[0] += 1
+        entry[1] += micro * 1e-6
     rows = [OperatorTime(name, part, calls, seconds) for (name, part), (calls, seconds) in found.items()]
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
