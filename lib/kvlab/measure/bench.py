@@ -199,4 +199,4 @@ def machine(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
-    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
