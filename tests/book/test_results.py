@@ -122,7 +122,7 @@ def test_the_table_holds_every_case_in_a_box_that_scrolls(result: files.Result) 
     page = BeautifulSoup(files.cases(result).source, "html.parser")
     groups = {group.select("th")[0].text: group.select("tr")[1:] for group in page.select("tbody")}
     rows = {name: [[cell.text for cell in row.select("td")] for row in found] for name, found in groups.items()}
-    assert rows["float32"][2] == ["4", "32", "12,000", "6,000", "-50%", "70%", "30", "30", "+0%", "40%"]
+    assert rows["float32"][2] == ["4", "32", "12,000", "6,000", "-50%", "70%", "30.0", "30.0", "+0%", "40%"]
     assert {name: len(found) for name, found in rows.items()} == {"float32": 3, "bfloat16": 1}
     assert len(page.select("thead tr")[1].select("th")) == len(rows["bfloat16"][0])
     box = page.div

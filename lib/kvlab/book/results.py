@@ -274,7 +274,7 @@ def _case(row: Mapping[str, Any]) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.09995 else f"{1e3 * seconds:#.3g}"
 
 
 def _cell(words: str, tag: Literal["td", "th"] = "td") -> str:
