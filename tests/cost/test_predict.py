@@ -114,6 +114,8 @@ def test_largest_batch_by_hand() -> None:
     assert largest_batch("llama-3-8b", "h100-sxm", tokens=8192, fraction=0.5) == (free - 40 * 2**30) // 2**30
     assert largest_batch("llama-3-8b", "h100-sxm", tokens=8192, kv="fp8") == 2 * free // 2**30
     assert largest_batch("llama-3.1-70b", "h100-sxm", tokens=1) == 0
+    narrow = 80 * 2**30 - weight_bytes("llama-3.1-70b", "int4")
+    assert largest_batch("llama-3.1-70b", "h100-sxm", tokens=1024, weights="int4") == narrow // (1024 * 327_680) == 139
 
 
 @pytest.mark.parametrize("model", ["gemma-3-27b", "deepseek-v2", "qwen2.5-7b"])
