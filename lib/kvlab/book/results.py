@@ -238,7 +238,7 @@ def draw_bandwidth(axes: Axes, hardware: Hardware) -> None:
     read = _calibration(hardware).read_bandwidth
     axes.plot(read.x, [rate / 1e9 for rate in read.y], "o-", color=INK)
     axes.set(
-        xscale="log", xlabel="working set, MiB", ylabel="GB/s", title="More bytes, lower bandwidth", ylim=(0, None)
+        xscale="log", xlabel="working set, MiB", ylabel="GB/s", title="What fits a cache reads faster", ylim=(0, None)
     )
     axes.set_xticks(read.x, [f"{size / 2**20:,.0f}" for size in read.x])
     axes.xaxis.minorticks_off()
