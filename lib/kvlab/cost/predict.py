@@ -37,7 +37,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as much; what the runtime itself takes (CUDA: about 0.5 GiB) is not in it."""
+        """Whether the device has as much; what the runtime itself takes is not in it."""
         return self.total <= self.device
 
 
