@@ -28,6 +28,22 @@ class ConfigError(KvlabError, ValueError):
     """The shape of a model is impossible, incomplete, or of a kind that the caller cannot use."""
 
 
+def at_least(least: int, name: str, value: int) -> int:
+    """The value, after checking that it is not too small.
+
+    Args:
+        least: the smallest value that is allowed.
+        name: of the value, for the message.
+        value: what was given.
+
+    Raises:
+        ConfigError: it is below.
+    """
+    if value < least:
+        raise ConfigError(f"{name} is {value}; it must be {least} or more")
+    return value
+
+
 class CacheFull(KvlabError):
     """A forward pass needs more room than the cache has; raised before anything was written."""
 

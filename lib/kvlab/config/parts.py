@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvlab.errors import ConfigError
+from kvlab.errors import ConfigError, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,7 @@ class MoE:
 
     def __post_init__(self) -> None:
         for name, least in (("n_experts", 1), ("intermediate_size", 1), ("n_shared_experts", 0), ("n_dense_layers", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"moe.{name} is {getattr(self, name)}; it must be {least} or more")
+            at_least(least, f"moe.{name}", getattr(self, name))
         if not 1 <= self.experts_per_token <= self.n_experts:
             raise ConfigError(
                 f"moe.experts_per_token is {self.experts_per_token}; a token visits 1 to n_experts {self.n_experts}"
@@ -91,5 +90,4 @@ class MLA:
 
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "rope_head_dim", "v_head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"mla.{name} is {getattr(self, name)}; it must be 1 or more")
+            at_least(1, f"mla.{name}", getattr(self, name))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvlab.config import MLA, ModelConfig, Shape, shape_of
 from kvlab.cost.parameters import parameters
-from kvlab.errors import ConfigError
+from kvlab.errors import ConfigError, at_least
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def prefill_pass(prompt_tokens: int, batch: int = 1) -> list[Row]:
     Raises:
         ConfigError: a number is below 1.
     """
-    return [Row(prompt_tokens)] * _positive("batch", batch)
+    return [Row(prompt_tokens)] * at_least(1, "batch", batch)
 
 
 def decode_pass(past: int, batch: int = 1) -> list[Row]:
@@ -65,7 +65,7 @@ def decode_pass(past: int, batch: int = 1) -> list[Row]:
     Raises:
         ConfigError: a number is impossible.
     """
-    return [Row(1, past)] * _positive("batch", batch)
+    return [Row(1, past)] * at_least(1, "batch", batch)
 
 
 def chunks(prompt_tokens: int, chunk: int) -> list[Row]:
@@ -78,8 +78,8 @@ def chunks(prompt_tokens: int, chunk: int) -> list[Row]:
     Raises:
         ConfigError: a number is below 1.
     """
-    _positive("prompt_tokens", prompt_tokens)
-    starts = range(0, prompt_tokens, _positive("chunk", chunk))
+    at_least(1, "prompt_tokens", prompt_tokens)
+    starts = range(0, prompt_tokens, at_least(1, "chunk", chunk))
     sizes = [min(chunk, prompt_tokens - start) for start in starts]
     return [Row(size, start, int(start + size == prompt_tokens)) for start, size in zip(starts, sizes, strict=True)]
 
@@ -194,9 +194,3 @@ def tokens_read_again(prompt_tokens: int, chunk: int) -> int:
         ConfigError: a number is below 1.
     """
     return sum(row.past for row in chunks(prompt_tokens, chunk))
-
-
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{name} is {value}; it must be 1 or more")
-    return value

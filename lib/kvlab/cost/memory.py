@@ -11,7 +11,7 @@ from math import ceil
 from kvlab.config import ModelConfig, Shape, shape_of
 from kvlab.cost.formats import Format, format_of, require_groups, unquantized
 from kvlab.cost.parameters import expert_parameters, parameters
-from kvlab.errors import ConfigError
+from kvlab.errors import ConfigError, at_least
 
 GB, GIB = 10**9, 2**30
 
@@ -50,7 +50,7 @@ def weight_bytes_read(model: Shape, weights: str | Format = "bfloat16", tokens: 
     """
     config, count = shape_of(model), parameters(model)
     narrow = weight_format(config, weights)
-    rows = min(_positive("tokens", tokens), config.vocab_size)
+    rows = min(at_least(1, "tokens", tokens), config.vocab_size)
     # The row of a token disappears in a tied head that is read whole; a learned position has a row of its own.
     looked_up = config.vocab_size if config.tie_embeddings else rows
     looked_up += min(tokens, config.max_seq_len) if config.position == "learned" else 0
@@ -79,7 +79,7 @@ def experts_touched(model: Shape, tokens: int) -> float:
     if config.moe is None:
         raise ConfigError(f"{config.name} has no experts; moe is missing from its config")
     experts, chosen = config.moe.n_experts, config.moe.experts_per_token
-    return experts * (1 - (1 - chosen / experts) ** _positive("tokens", tokens))
+    return experts * (1 - (1 - chosen / experts) ** at_least(1, "tokens", tokens))
 
 
 def kv_elements_per_token(model: Shape) -> int:
@@ -159,15 +159,14 @@ def kv_bytes(
     lengths = list(tokens) if isinstance(tokens, Iterable) else [tokens]
     if min(lengths, default=0) < 0:
         raise ConfigError(f"tokens is {min(lengths)}; a request holds 0 tokens or more")
-    if residual < 0:
-        raise ConfigError(f"residual is {residual}; it must be 0 or more")
-    each = kv_elements_of_a_layer(config, _positive("tensor_parallel", tensor_parallel))
+    at_least(0, "residual", residual)
+    each = kv_elements_of_a_layer(config, at_least(1, "tensor_parallel", tensor_parallel))
     narrow, exact = cache_format(config, kv).bytes_per_element, unquantized(kv).bytes_per_element
     total = 0.0
     for window in config.windows:
         kept = window if honour_windows else None
         for length in lengths:
-            held = _rounded(length if kept is None else min(length, kept), _positive("block_size", block_size))
+            held = _rounded(length if kept is None else min(length, kept), at_least(1, "block_size", block_size))
             newest = min(residual, held)
             total += each * ((held - newest) * narrow + newest * exact)
     return ceil(total)
@@ -185,7 +184,7 @@ def logits_bytes(model: Shape, positions: int, dtype: str = "float32") -> int:
         ConfigError: the model or the dtype is unknown, or ``positions`` is below 1.
     """
     width = format_of(dtype).bytes_per_element
-    return ceil(_positive("positions", positions) * shape_of(model).vocab_size * width)
+    return ceil(at_least(1, "positions", positions) * shape_of(model).vocab_size * width)
 
 
 def weight_format(model: Shape, weights: str | Format) -> Format:
@@ -238,9 +237,3 @@ def _input_widths(config: ModelConfig) -> dict[str, int]:
 
 def _rounded(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size) * block_size
-
-
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"{name} is {value}; it must be 1 or more")
-    return value

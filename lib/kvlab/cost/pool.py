@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvlab.config import Shape
 from kvlab.cost.formats import Format
 from kvlab.cost.memory import kv_bytes
-from kvlab.errors import ConfigError
+from kvlab.errors import ConfigError, at_least
 
 
 def pool_bytes(memory_bytes: int, fraction: float, weight_bytes: int, peak_bytes: int = 0) -> int:
@@ -30,8 +30,7 @@ def pool_bytes(memory_bytes: int, fraction: float, weight_bytes: int, peak_bytes
     if not 0 < fraction <= 1:
         raise ConfigError(f"fraction is {fraction}; it must be above 0 and at most 1")
     for name, value in (("memory_bytes", memory_bytes), ("weight_bytes", weight_bytes), ("peak_bytes", peak_bytes)):
-        if value < 0:
-            raise ConfigError(f"{name} is {value}; it must be 0 or more")
+        at_least(0, name, value)
     return int(memory_bytes * fraction) - weight_bytes - peak_bytes
 
 
@@ -114,9 +113,7 @@ class Pool:
         Raises:
             ConfigError: ``max_len`` is below 1.
         """
-        if max_len < 1:
-            raise ConfigError(f"max_len is {max_len}; it must be 1 or more")
-        return self.tokens / max_len
+        return self.tokens / at_least(1, "max_len", max_len)
 
 
 def clamp_max_tokens(prompt_tokens: int, requested: int, limit: int) -> int:

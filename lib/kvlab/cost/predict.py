@@ -11,7 +11,7 @@ from kvlab.cost.formats import Format
 from kvlab.cost.hardware import Device, hardware_of
 from kvlab.cost.memory import kv_bytes, weight_bytes
 from kvlab.cost.roofline import PassTime, pass_time
-from kvlab.errors import ConfigError
+from kvlab.errors import ConfigError, at_least
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,7 @@ def largest_batch(
     Raises:
         ConfigError: a name is unknown, ``tokens`` is below 1, or the fraction is not above 0 and at most 1.
     """
-    if tokens < 1:
-        raise ConfigError(f"tokens is {tokens}; it must be 1 or more")
+    at_least(1, "tokens", tokens)
     if not 0 < fraction <= 1:
         raise ConfigError(f"fraction is {fraction}; it must be above 0 and at most 1")
     free = hardware_of(device).memory_bytes * fraction - weight_bytes(model, weights or dtype)
