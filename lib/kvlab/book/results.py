@@ -147,7 +147,7 @@ def cases(result: Result) -> Markup:
         result: whose cases to show.
     """
     names = ("batch", "prompt", *_PHASE, "MFU", *_PHASE, "MBU")
-    head = '<tr><th colspan="2"></th>' + _group("TTFT (prefill), ms", PREFILL_SURFACE)
+    head = '<tr><td colspan="2"></td>' + _group("TTFT (prefill), ms", PREFILL_SURFACE)
     head += _group("TPOT (decode), ms", DECODE_SURFACE) + "</tr>"
     head += f"<tr>{''.join(_cell(name, 'th') for name in names)}</tr>"
     body, plain = "", []
