@@ -146,7 +146,9 @@ def _print_hardware(hardware: Hardware) -> None:
         table.add_column(dtype, justify="right")
     for rows in (1, 8, 64, 512, 2048):
         rates = (kernels.linear[-1][1].at(rows) for kernels in measured.kernels.values())
-        table.add_row(f"linear layer, {rows:,} rows, GFLOP/s", *(f"{rate / 1e9:,.0f}" for rate in rates))
+        table.add_row(
+            f"linear layer, {rows:,} row{'s' if rows > 1 else ''}, GFLOP/s", *(f"{rate / 1e9:,.0f}" for rate in rates)
+        )
     for keys in (128, 2048):
         rates = (kernels.prefill_attention.at(keys) for kernels in measured.kernels.values())
         table.add_row(f"causal attention, {keys:,} keys, GFLOP/s", *(f"{rate / 1e9:,.0f}" for rate in rates))
