@@ -9,7 +9,18 @@ import torch
 
 from kvlab.config import ModelConfig
 from kvlab.cost import Hardware, predict
-from kvlab.timing import Clock, RequestTimes, Sample, carries_token, clock_for, goodput, interleave, pooled_itl, repeat
+from kvlab.timing import (
+    Clock,
+    RequestTimes,
+    Sample,
+    carries_token,
+    clock_for,
+    goodput,
+    interleave,
+    noise_floor,
+    pooled_itl,
+    repeat,
+)
 
 
 class Machine:
@@ -251,3 +262,8 @@ def test_nothing_to_time_is_refused(repeats: int, warmup: int) -> None:
         repeat(lambda: None, Clock(), repeats=repeats, warmup=warmup)
     with pytest.raises(ValueError, match="0 works"):
         interleave({}, Clock())
+
+
+def test_the_noise_floor_is_the_median_distance_of_neighbouring_repeats() -> None:
+    assert noise_floor([(1.0, 1.1, 1.1), (2.0, 1.0)]) == pytest.approx(0.1)
+    assert noise_floor([(1.0,), (2.0,)]) is None

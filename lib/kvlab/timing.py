@@ -6,8 +6,9 @@ Every figure is computed from one list of events: when a request was sent and wh
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median, quantiles
 from time import perf_counter
 from typing import Any
@@ -80,7 +81,7 @@ class RequestTimes:
     @property
     def itl(self) -> list[float]:
         """Inter-token latencies: the gaps between tokens. The wait for the first token is not one of them."""
-        return [later - earlier for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.tokens)]
 
 
 def pooled_itl(requests: Sequence[RequestTimes]) -> list[float]:
@@ -155,6 +156,16 @@ class Sample:
     def best(self) -> float:
         """The shortest time: what the machine can do when nobody disturbs it."""
         return min(self.seconds)
+
+
+def noise_floor(series: Iterable[Sequence[float]]) -> float | None:
+    """How far the same measurement lies apart when it is made twice: median of ``|second / first - 1|``.
+
+    Args:
+        series: repeats of each measurement, in order; every neighbouring pair counts. None where nothing was repeated.
+    """
+    apart = [abs(second / first - 1) for seconds in series for first, second in pairwise(seconds)]
+    return median(apart) if apart else None
 
 
 def interleave(

@@ -11,7 +11,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kvlab.cache.base import visible
 from kvlab.config import MLA, ModelConfig, MoE
-from kvlab.cost import Row, chunks, decode_pass, flops, parameters, prefill_pass, tokens_read_again, visible_pairs
+from kvlab.cost import (
+    Row,
+    chunks,
+    decode_pass,
+    flops,
+    middle_step,
+    parameters,
+    prefill_pass,
+    tokens_read_again,
+    visible_pairs,
+)
 from kvlab.errors import ConfigError
 from kvlab.model import GPT
 from toys import random_gpt, small_config
@@ -189,3 +199,9 @@ def test_impossible_passes_are_refused() -> None:
         chunks(0, 8)
     with pytest.raises(ConfigError, match="new is 0"):
         prefill_pass(0)
+
+
+@pytest.mark.parametrize(("new", "past"), [(1, 10), (2, 10), (3, 10), (4, 11), (17, 17)])
+def test_the_step_in_the_middle_of_an_answer(new: int, past: int) -> None:
+    """Of 17 tokens 16 are fed, behind 10 to 25 others; the mean of these is 17.5."""
+    assert middle_step(10, new, 3) == [Row(1, past)] * 3

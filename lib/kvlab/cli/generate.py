@@ -81,6 +81,8 @@ def _stream(generation: Generation, quiet: bool) -> None:
 
 def _report(generation: Generation, loaded: LoadedModel, interrupted: bool) -> dict[str, Any]:
     """The figures of a generation, as ``--json`` prints them; times in seconds."""
+    from kvlab.devices import dtype_name
+
     timing = generation.timing
     return {
         "text": generation.text,
@@ -91,7 +93,7 @@ def _report(generation: Generation, loaded: LoadedModel, interrupted: bool) -> d
         "kv_bytes": timing.kv_bytes,
         "model": loaded.name,
         "device": str(loaded.model.device),
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(loaded.model.dtype),
         "finish_reason": "interrupted" if interrupted else generation.finish_reasons[0],
     }
 

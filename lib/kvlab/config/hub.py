@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
-from kvlab.config.parts import MLA, MoE, RopeScaling
+from kvlab.config.parts import MLA, MoE, RopeScaling, window_pattern
 from kvlab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -212,8 +212,7 @@ def _read_windows(family: str, config: Mapping[str, Any]) -> tuple[int | None, .
     if types := config.get("layer_types"):
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if family.startswith("gemma"):
-        full_every = 2 if family == "gemma2" else config.get("sliding_window_pattern", 6)
-        return tuple(None if layer % full_every == full_every - 1 else window for layer in range(n_layer))
+        return window_pattern(window, 2 if family == "gemma2" else config.get("sliding_window_pattern", 6), n_layer)
     first = config.get("max_window_layers", n_layer) if qwen else 0
     return tuple(window if layer >= first else None for layer in range(n_layer))
 

@@ -91,3 +91,16 @@ class MLA:
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "rope_head_dim", "v_head_dim"):
             at_least(1, f"mla.{name}", getattr(self, name))
+
+
+def window_pattern(window: int | None, full_every: int | None, n_layer: int) -> tuple[int | None, ...]:
+    """One window a layer; with ``full_every`` n, the last of every n layers sees everything (Gemma).
+
+    Args:
+        window: tokens that a windowed layer sees, None for all.
+        full_every: how often a layer sees everything; None for never.
+        n_layer: layers.
+    """
+    if full_every is None:
+        return (window,) * n_layer
+    return tuple(None if layer % full_every == full_every - 1 else window for layer in range(n_layer))

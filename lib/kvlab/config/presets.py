@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from kvlab.config.parts import MLA, MoE
+from kvlab.config.parts import MLA, MoE, window_pattern
 from kvlab.errors import ConfigError, nearest
 from kvlab.resources import resource
 
@@ -65,7 +65,7 @@ def preset_fields(name: str) -> dict[str, Any]:
         shape["mla"] = MLA(**shape["mla"])
     if "moe" in shape:
         shape["moe"] = MoE(**shape["moe"])
-    shape["windows"] = _window_pattern(shape.pop("window", None), shape.pop("full_every", None), shape["n_layer"])
+    shape["windows"] = window_pattern(shape.pop("window", None), shape.pop("full_every", None), shape["n_layer"])
     return shape
 
 
@@ -81,10 +81,3 @@ def _rows() -> dict[str, dict[str, Any]]:
     """``data/models.json``, read once."""
     rows: dict[str, dict[str, Any]] = json.loads(resource("models.json").read_text("utf8"))
     return rows
-
-
-def _window_pattern(window: int | None, full_every: int | None, n_layer: int) -> tuple[int | None, ...]:
-    """One window a layer; with ``full_every`` n, the last of every n layers sees everything (Gemma)."""
-    if full_every is None:
-        return (window,) * n_layer
-    return tuple(None if layer % full_every == full_every - 1 else window for layer in range(n_layer))

@@ -143,6 +143,11 @@ class ModelConfig:
         """How many query heads share one KV head."""
         return self.n_head // self.n_kv_head
 
+    @property
+    def window_kinds(self) -> list[int | None]:
+        """Each window that some layer has, the narrowest first, full attention last."""
+        return sorted(set(self.windows), key=lambda window: (window is None, window))
+
     @classmethod
     def preset(cls, name: str) -> Self:
         """The shape of a published model, from ``data/models.json`` (each with its source).

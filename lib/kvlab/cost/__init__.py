@@ -5,7 +5,17 @@ Every function takes a model as a preset name, a parsed Hub ``config.json`` or a
 """
 
 from kvlab.cost.activations import activation_bytes
-from kvlab.cost.flops import Flops, Row, chunks, decode_pass, flops, prefill_pass, tokens_read_again, visible_pairs
+from kvlab.cost.flops import (
+    Flops,
+    Row,
+    chunks,
+    decode_pass,
+    flops,
+    middle_step,
+    prefill_pass,
+    tokens_read_again,
+    visible_pairs,
+)
 from kvlab.cost.formats import FORMATS, Format, format_of
 from kvlab.cost.hardware import Calibration, Curve, Device, Hardware, Kernels, hardware_names, hardware_of
 from kvlab.cost.memory import (
@@ -39,7 +49,7 @@ __all__ = [
     "Operator", "Parameters", "PassTime", "Pool", "Prediction", "Row", "Timed", "activation_bytes", "cache_bytes_read",
     "chunks", "clamp_max_tokens", "critical_batch", "decode_pass", "experts_touched", "flops", "format_of",
     "hardware_names", "hardware_of", "kv_bytes", "kv_bytes_per_token", "kv_elements_per_token", "largest_batch",
-    "logits_bytes", "mbu", "mfu", "operators", "parameters", "pass_time", "pool_bytes", "predict", "prefill_pass",
-    "step_bytes", "tokens_per_verification", "tokens_read_again", "visible_pairs", "weight_bytes",
+    "logits_bytes", "mbu", "mfu", "middle_step", "operators", "parameters", "pass_time", "pool_bytes", "predict",
+    "prefill_pass", "step_bytes", "tokens_per_verification", "tokens_read_again", "visible_pairs", "weight_bytes",
     "weight_bytes_read", "weight_read_seconds",
 ]  # fmt: skip

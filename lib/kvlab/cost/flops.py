@@ -68,6 +68,22 @@ def decode_pass(past: int, batch: int = 1) -> list[Row]:
     return [Row(1, past)] * at_least(1, "batch", batch)
 
 
+def middle_step(prompt_tokens: int, new_tokens: int, batch: int = 1) -> list[Row]:
+    """The decode step in the middle of the answers, which stands for all of them: a step grows evenly with its cache.
+
+    The last token of an answer is sampled and never fed.
+
+    Args:
+        prompt_tokens: of each request.
+        new_tokens: of each answer.
+        batch: requests in the step.
+
+    Raises:
+        ConfigError: a number is impossible.
+    """
+    return decode_pass(prompt_tokens + max(new_tokens - 2, 0) // 2, batch)
+
+
 def chunks(prompt_tokens: int, chunk: int) -> list[Row]:
     """A prompt in pieces, one row a pass, in order; only the last one needs logits.
 

@@ -160,13 +160,14 @@ def kv_bytes(
     if min(lengths, default=0) < 0:
         raise ConfigError(f"tokens is {min(lengths)}; a request holds 0 tokens or more")
     at_least(0, "residual", residual)
+    at_least(1, "block_size", block_size)
     each = kv_elements_of_a_layer(config, at_least(1, "tensor_parallel", tensor_parallel))
     narrow, exact = cache_format(config, kv).bytes_per_element, unquantized(kv).bytes_per_element
     total = 0.0
     for window in config.windows:
         kept = window if honour_windows else None
         for length in lengths:
-            held = _rounded(length if kept is None else min(length, kept), at_least(1, "block_size", block_size))
+            held = _rounded(length if kept is None else min(length, kept), block_size)
             newest = min(residual, held)
             total += each * ((held - newest) * narrow + newest * exact)
     return ceil(total)

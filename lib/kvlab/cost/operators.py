@@ -145,7 +145,7 @@ def _experts(config: ModelConfig, tokens: int, narrow: float, width: float) -> O
 def _attentions(config: ModelConfig, rows: Sequence[Row], narrow: float, width: float) -> Iterator[Operator]:
     """One operator for each window that some layer has, and for decode steps and prompts apart: other kernels run."""
     steps, prompts = [row for row in rows if row.new == 1], [row for row in rows if row.new > 1]
-    for window in sorted(set(config.windows), key=lambda w: (w is None, w)):
+    for window in config.window_kinds:
         for alike in filter(None, (prompts, steps)):
             yield _attention(config, alike, window, narrow, width)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvlab.config import Shape, shape_of
 from kvlab.cost.activations import activation_bytes
-from kvlab.cost.flops import decode_pass, prefill_pass
+from kvlab.cost.flops import middle_step, prefill_pass
 from kvlab.cost.formats import Format
 from kvlab.cost.hardware import Device, hardware_of
 from kvlab.cost.memory import kv_bytes, weight_bytes
@@ -119,11 +119,10 @@ def predict(
             f"{prompt_tokens} prompt tokens and {new_tokens} new ones: {config.name} holds {config.max_seq_len}, "
             "and an answer has 1 token or more"
         )
-    # The last token is sampled and never fed; the step in the middle of the others stands for all of them.
-    middle = prompt_tokens + max(new_tokens - 2, 0) // 2
+    prefill, step = prefill_pass(prompt_tokens, batch), middle_step(prompt_tokens, new_tokens, batch)
     return Prediction(
-        prefill=pass_time(config, prefill_pass(prompt_tokens, batch), device, dtype, weights=weights, kv=kv),
-        decode=pass_time(config, decode_pass(middle, batch), device, dtype, weights=weights, kv=kv),
+        prefill=pass_time(config, prefill, device, dtype, weights=weights, kv=kv),
+        decode=pass_time(config, step, device, dtype, weights=weights, kv=kv),
         batch=batch,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlab.cache import ContiguousCache, View, Visibility
-from kvlab.cache.base import PADDING
+from kvlab.cache.base import visible
 from kvlab.cache.contiguous import ContiguousStep
 from kvlab.errors import CacheFull, ConfigError, DeviceError
 from kvlab.model import GPT
@@ -39,7 +39,7 @@ class FixedDecode:
         self.cache, self._model = cache, model
         self._tokens = torch.zeros(cache.batch, 1, dtype=torch.long, device=cache.device)
         self._positions = torch.zeros(cache.batch, 1, dtype=torch.long, device=cache.device)
-        self._slots = torch.arange(cache.max_len, device=cache.device)
+        self._slots = torch.arange(cache.max_len, device=cache.device)[None, None]
         shape = (1, 1, 1, cache.max_len)
         self._masks = {
             window: torch.zeros(shape, dtype=torch.bool, device=cache.device) for window in set(model.config.windows)
@@ -112,5 +112,4 @@ class FixedDecode:
             )
         self._positions.fill_(position)
         for window, mask in self._masks.items():
-            first = PADDING if window is None else position - window
-            mask.copy_((self._slots <= position) & (self._slots > first))
+            mask.copy_(visible(self._slots, self._positions[:1], window))

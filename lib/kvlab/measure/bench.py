@@ -14,7 +14,7 @@ import torch
 
 import kvlab
 from kvlab.cache import make_cache
-from kvlab.cost import Hardware, decode_pass, mbu, mfu, predict, prefill_pass
+from kvlab.cost import Hardware, mbu, mfu, middle_step, predict, prefill_pass
 from kvlab.devices import device_name, dtype_name
 from kvlab.errors import MeasureError
 from kvlab.generation import generate
@@ -143,7 +143,7 @@ def report(model: GPT, name: str, measured: Measured, hardware: Hardware) -> dic
     """
     case, dtype = measured.case, dtype_name(model.dtype)
     foreseen = predict(model.config, hardware, **asdict(case), dtype=dtype)
-    prefill, middle = prefill_pass(case.prompt_tokens, case.batch), case.prompt_tokens + (case.new_tokens - 2) // 2
+    prefill, step = prefill_pass(case.prompt_tokens, case.batch), middle_step(**asdict(case))
     ttft, tpot = measured.ttft.median, measured.tpot.median
     return {
         "model": name,
@@ -157,7 +157,7 @@ def report(model: GPT, name: str, measured: Measured, hardware: Hardware) -> dic
         "weight_bytes": sum(p.nbytes for p in model.parameters()),
         "kv_bytes": measured.kv_bytes,
         "mfu": mfu(model.config, prefill, ttft, hardware, dtype),
-        "mbu": mbu(model.config, decode_pass(middle, case.batch), tpot, hardware, dtype),
+        "mbu": mbu(model.config, step, tpot, hardware, dtype),
         "ttft_repeats_s": list(measured.ttft.seconds),
         "tpot_repeats_s": list(measured.tpot.seconds),
         "dtype": dtype,

@@ -25,7 +25,7 @@ from kvlab.devices import device_name, dtype_name, pick_device, pick_dtype
 from kvlab.errors import MeasureError
 from kvlab.generation import decode
 from kvlab.model import GPT, RMSNorm, attend, rotate
-from kvlab.timing import Clock, clock_for
+from kvlab.timing import Clock, clock_for, noise_floor
 
 MIB = 2**20
 #: Rows at which linear layers are timed: one request's decode step to a long prompt.
@@ -109,8 +109,7 @@ class Calibrator:
     @property
     def noise(self) -> float:
         """The same measurement twice, ``|second / first - 1|``, median over all points; 0 before the second round."""
-        pairs = [(a, b) for point in self._points for a, b in zip(point.seconds, point.seconds[1:], strict=False)]
-        return median(abs(b / a - 1) for a, b in pairs) if pairs else 0.0
+        return noise_floor(point.seconds for point in self._points) or 0.0
 
     def result(self) -> Hardware:
         """The device as the rounds so far show it.
@@ -165,10 +164,10 @@ class Calibrator:
         this is more than an empty loop over the same calls would show.
         """
         left, launches = [], []
+        bare = Calibration({dtype: kernels}, self._curve("read"), self._asynchronous, 0.0)
+        device = Hardware("bare", "bare", self.device.type, 1, 1.0, {}, "", calibration=bare)
         for point in (p for p in self._points if p.curve == ("step", dtype)):
             config = _probe(int(point.x), self._asynchronous)
-            bare = Calibration({dtype: kernels}, self._curve("read"), self._asynchronous, 0.0)
-            device = Hardware("bare", "bare", self.device.type, 1, 1.0, {}, "", calibration=bare)
             # Where the host runs ahead, kernels hide behind it: nothing is to be taken off.
             spent = 0.0 if self._asynchronous else pass_time(config, decode_pass(0), device, dtype).kernels_s
             left.append(median(point.seconds) - spent)

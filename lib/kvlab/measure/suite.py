@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +13,7 @@ from kvlab.devices import dtype_name
 from kvlab.errors import MeasureError
 from kvlab.measure.bench import Bench, Case, provenance, report
 from kvlab.measure.calibrate import Calibrator
-from kvlab.timing import clock_for
+from kvlab.timing import clock_for, noise_floor
 from kvlab.weights import load
 
 #: Prompts of 32 to 2,048 tokens in batches of 1 to 16.
@@ -73,7 +72,10 @@ def device_suite(
         **provenance(calibrator.device),
         "seconds": clock.now() - start,
         "rounds": rounds,
-        "noise": {"calibration": calibrator.noise, "ttft": _noise(rows, "ttft"), "tpot": _noise(rows, "tpot")},
+        "noise": {
+            "calibration": calibrator.noise,
+            **{name: noise_floor(row[f"{name}_repeats_s"] for row in rows) for name in ("ttft", "tpot")},
+        },
         "residuals": {name: _residuals(rows, name) for name in ("ttft", "tpot")},
         "hardware": hardware.to_json(),
         "rows": rows,
@@ -108,13 +110,6 @@ def _measure(one: Bench, number: int, rounds: int, tell: Callable[[str], None]) 
     if number == 0 and tokens <= _LONG:
         one.run(keep=False)
     one.run()
-
-
-def _noise(rows: Sequence[dict[str, Any]], figure: str) -> float | None:
-    """The same measurement twice: median over all cases of ``|second / first - 1|``; None where none was repeated."""
-    repeats = [row[f"{figure}_repeats_s"] for row in rows]
-    pairs = [abs(b / a - 1) for seconds in repeats for a, b in pairwise(seconds)]
-    return median(pairs) if pairs else None
 
 
 def _residuals(rows: Sequence[dict[str, Any]], figure: str) -> dict[str, float]:

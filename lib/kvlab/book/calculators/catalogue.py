@@ -71,12 +71,11 @@ def runs_ahead(device: Hardware) -> bool:
 
 def _model(config: ModelConfig, status: str, kinds: Mapping[str, Format]) -> dict[str, Any]:
     """A shape with what follows from it and is counted here: parameters, matrices, kernels, formats that do not fit."""
-    windows = sorted(set(config.windows), key=lambda w: (w is None, w))
     return {
         "name": config.name,
         "status": status,
         **{name: getattr(config, name) for name in _SIZES},
-        "windows": [[window, config.windows.count(window)] for window in windows],
+        "windows": [[window, config.windows.count(window)] for window in config.window_kinds],
         "mla": asdict(config.mla) if config.mla else None,
         "moe": _experts(config),
         "parameters": asdict(parameters(config)),

@@ -142,16 +142,13 @@ class LatencyCalculator(Calculator):
         weights: str | None = None,
         kv: str | None = None,
     ) -> None:
-        dtype = dtype or _dtype_of(device)
         super().__init__(
             model,
             device,
             prompt_tokens=_whole("prompt_tokens", prompt_tokens),
             new_tokens=_whole("new_tokens", new_tokens),
             batch=_whole("batch", batch),
-            dtype=dtype,
-            weights=weights or dtype,
-            kv=kv or dtype,
+            **_formats(device, dtype, weights, kv),
         )
 
     def _answer(self) -> str:
@@ -194,15 +191,12 @@ class RooflineCalculator(Calculator):
         weights: str | None = None,
         kv: str | None = None,
     ) -> None:
-        dtype = dtype or _dtype_of(device)
         super().__init__(
             model,
             device,
             prompt_tokens=_whole("prompt_tokens", prompt_tokens),
             batch=_whole("batch", batch),
-            dtype=dtype,
-            weights=weights or dtype,
-            kv=kv or dtype,
+            **_formats(device, dtype, weights, kv),
         )
 
     def _answer(self) -> str:
@@ -286,6 +280,12 @@ def _dtype_of(device: Device) -> str:
         if dtype in hardware.flops:
             return dtype
     raise ConfigError(f"no peak of {hardware.name} is known, and a time needs one; choose another device")
+
+
+def _formats(device: Device, dtype: str | None, weights: str | None, kv: str | None) -> dict[str, str]:
+    """The dtype, the device's own where none is chosen, and the formats, the dtype where none is chosen."""
+    chosen = dtype or _dtype_of(device)
+    return {"dtype": chosen, "weights": weights or chosen, "kv": kv or chosen}
 
 
 def _started(timed: Timed, launch_s: float) -> Timed:
