@@ -25,7 +25,7 @@ from kvlab.weights import load
 from kvlab.weights.convert import conversion_folder, convert
 from kvlab.weights.gguf_file import GGUFFile, dequantize
 from kvlab.weights.layout import to_hf
-from kvlab.weights.store import sha256_of
+from kvlab.store import sha256_of
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1]
 Reference = Callable[[str], Any]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from kvlab.cache.base import KVCache, Step, View, Visibility, classify, positions_from_mask, visible
 from kvlab.cache.contiguous import ContiguousCache, NoCache
+from kvlab.cache.quantized import QuantizedCache
 from kvlab.config import ModelConfig
 from kvlab.errors import ConfigError
 
@@ -13,6 +17,7 @@ __all__ = [
     "ContiguousCache",
     "KVCache",
     "NoCache",
+    "QuantizedCache",
     "Step",
     "View",
     "Visibility",
@@ -22,7 +27,11 @@ __all__ = [
     "visible",
 ]
 
-_KINDS: dict[str, type[ContiguousCache]] = {"contiguous": ContiguousCache}
+_KINDS: dict[str, Callable[..., KVCache]] = {
+    "contiguous": ContiguousCache,
+    "int8": partial(QuantizedCache, bits=8),
+    "int4": partial(QuantizedCache, bits=4),
+}
 
 
 def make_cache(
@@ -36,7 +45,7 @@ def make_cache(
     """A cache of one of the kinds.
 
     Args:
-        kind: ``contiguous``.
+        kind: ``contiguous``, or ``int8`` or ``int4`` for codes with the newest 32 to 63 tokens exact.
         config: the model's shape.
         batch: rows.
         max_len: tokens a row may come to, prompt and answer together.

@@ -74,10 +74,10 @@ def attend(
         view: who sees what.
     """
     group = q.shape[1] // keys.shape[1]
-    if view.visibility is Visibility.ALL:
-        # One query: the query heads of a group become rows of one matrix, and no key is copied.
+    if q.shape[2] == 1:
+        # One query: the query heads of a group become rows of one matrix, which share the mask, and no key is copied.
         folded = q.reshape(q.shape[0], keys.shape[1], group, q.shape[3])
-        return F.scaled_dot_product_attention(folded, keys, values).reshape(q.shape)
+        return F.scaled_dot_product_attention(folded, keys, values, attn_mask=view.mask).reshape(q.shape)
     if group > 1:
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     if view.visibility is Visibility.CAUSAL:

@@ -55,13 +55,13 @@ class GPT(nn.Module):
         super().__init__()
         config.require_runnable()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position == "learned"
         self.position = nn.Embedding(config.max_seq_len, config.hidden_size) if learned else None
         self.rope = None if learned else Rope(config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = make_norm(config)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie()
 
     def tie(self) -> None:
@@ -72,12 +72,12 @@ class GPT(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embedding.weight.device
+        return next(self.norm.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the residual stream, and so of the cache."""
-        return self.embedding.weight.dtype
+        return next(self.norm.parameters()).dtype
 
     def forward(
         self,

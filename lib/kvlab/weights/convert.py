@@ -9,12 +9,12 @@ from pathlib import Path
 from jaxtyping import Float
 from torch import Tensor
 
+from kvlab.store import ORIGIN, cache_folder, publish, require_room, staging
 from kvlab.weights.folder import require_fit, write_folder, write_json
 from kvlab.weights.gguf_config import hub_shapes, hub_tensors, read_gguf_config
 from kvlab.weights.gguf_file import GGUFFile
 from kvlab.weights.gguf_tokenizer import read_gguf_tokenizer
 from kvlab.weights.progress import Progress, reporting
-from kvlab.weights.store import ORIGIN, cache_folder, publish, require_room, staging
 
 #: Rises when the conversion itself changes, so that older results are not used any more.
 VERSION = 1

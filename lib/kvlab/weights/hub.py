@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import KvlabError, UnknownModel, WeightsError, one_line
+from kvlab.store import ORIGIN, cache_folder, publish, require_room, sha256_of, staging
 from kvlab.weights.folder import INDEX, PICKLES, WEIGHTS, read_config, shards, weight_files, write_json
 from kvlab.weights.progress import Progress, watching
-from kvlab.weights.store import ORIGIN, cache_folder, publish, require_room, sha256_of, staging
 
 #: Small files that are taken where they exist.
 SETTINGS = (

@@ -11,11 +11,11 @@ from kvlab.config import ModelConfig
 from kvlab.devices import pick_device, pick_dtype
 from kvlab.errors import WeightsError
 from kvlab.model import GPT
+from kvlab.store import cache_folder
 from kvlab.weights.folder import read_config, read_model, write_folder
 from kvlab.weights.layout import to_hf
 from kvlab.weights.progress import Progress
 from kvlab.weights.routes import Found, find
-from kvlab.weights.store import cache_folder
 from kvlab.weights.tokenizer import Tokenizer, read_tokenizer
 
 

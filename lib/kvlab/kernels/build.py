@@ -1,0 +1,88 @@
+"""Compile ``linear.cpp`` for this machine, once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from kvlab.errors import DeviceError
+from kvlab.store import cache_folder, publish, staging
+
+SOURCE = Path(__file__).with_name("linear.cpp")
+
+FLAGS = (
+    "-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp", "-std=c++20", "-shared", "-fPIC",
+    "-DAT_PARALLEL_OPENMP=1",
+    # What lets a sum be split over vector lanes. -ffast-math would do more than that: it would also stop the whole
+    # process from having subnormal numbers, and the code from noticing a NaN.
+    "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno", "-fno-rounding-math",
+)  # fmt: skip
+
+
+def instruction_set() -> str:
+    """The processor's instruction set, as torch sees it, in one word: ``x86_64-AVX512``."""
+    return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability().replace(' ', '')}"
+
+
+def library() -> Path:
+    """Where the compiled library is, or will be: one for each source, torch, instruction set and set of flags."""
+    key = "\n".join((SOURCE.read_text("utf8"), torch.__version__, instruction_set(), _processor(), *FLAGS))
+    return cache_folder() / "kernels" / f"linear-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+
+
+def built() -> bool:
+    """Whether :func:`build` has been here before."""
+    return library().exists()
+
+
+def require_compiler() -> str:
+    """The C++ compiler: ``CXX``, or g++, or clang++.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise DeviceError(
+        "no C++ compiler was found (CXX, g++, clang++); install one, for example with: apt install g++. "
+        "Without it kvlab runs by torch's operators, only slower"
+    )
+
+
+def build() -> Path:
+    """Compile the kernels, unless that has been done; ten seconds.
+
+    Raises:
+        DeviceError: there is no compiler, or it fails.
+    """
+    target = library()
+    if target.exists():
+        return target
+    compiler, root = require_compiler(), Path(torch.__file__).parent
+    with staging(target) as work:
+        made = work / target.name
+        places = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", f"-L{root / 'lib'}"]
+        rest = ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
+        ran = subprocess.run(
+            [compiler, *FLAGS, str(SOURCE), "-o", str(made), *places, *rest], capture_output=True, text=True
+        )
+        if ran.returncode:
+            reason = next((line for line in ran.stderr.splitlines() if "error" in line), ran.stderr[-300:])
+            raise DeviceError(f"{compiler} cannot compile {SOURCE.name}: {reason.strip()}")
+        return publish(made, target)
+
+
+def _processor() -> str:
+    """Flags of the processor: what ``-march=native`` depends on, where the cache folder is shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,88 @@
+"""The compiled operators, as Python has them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from kvlab.kernels.build import built, library
+
+
+@cache
+def enable() -> bool:
+    """Load the compiled kernels if they are there; asked once a process.
+
+    Returns:
+        Whether they can be used.
+    """
+    if not built():
+        return False
+    torch.ops.load_library(str(library()))
+    # Shapes of the results, for torch.export.
+    torch.library.register_fake("kvlab::wide_linear", lambda x, weight: x.new_empty(len(x), len(weight)))
+    torch.library.register_fake("kvlab::code_linear", lambda x, codes, *_: x.new_empty(len(x), len(codes)))
+    return True
+
+
+def enabled() -> bool:
+    """Whether the kernels have been loaded into this process."""
+    return hasattr(torch.ops.kvlab, "wide_linear")
+
+
+def ready(width: int, group: int) -> bool:
+    """Whether the kernels are loaded, and take rows of this width in groups of this size.
+
+    Args:
+        width: elements of a row.
+        group: elements that share a scale.
+    """
+    return enabled() and width % 32 == 0 and group % 32 == 0
+
+
+def wide_linear(x: Float[Tensor, "rows inputs"], weight: Float[Tensor, "outputs inputs"]) -> Float[Tensor, "rows out"]:
+    """``x @ weight.T``, for few rows.
+
+    Args:
+        x: activations.
+        weight: float32, bfloat16 or float16, contiguous.
+    """
+    return torch.ops.kvlab.wide_linear(x, weight)
+
+
+def code_linear(
+    x: Float[Tensor, "rows inputs"],
+    codes: UInt8[Tensor, "outputs packed"],
+    scale: Float[Tensor, "outputs groups"],
+    minimum: Float[Tensor, "outputs groups"] | None,
+    bits: int,
+) -> Float[Tensor, "rows outputs"]:
+    """``x @ dequantized.T``, for few rows; the codes are widened in registers.
+
+    Args:
+        x: activations; they stay wide.
+        codes: as :func:`kvlab.packing.pack` has them.
+        scale: one a group.
+        minimum: one a group, or None in a symmetric grid.
+        bits: 8 or 4.
+    """
+    return torch.ops.kvlab.code_linear(x, codes, scale, minimum, bits)
+
+
+def code_unpack(
+    codes: UInt8[Tensor, "outputs packed"],
+    scale: Float[Tensor, "outputs groups"],
+    minimum: Float[Tensor, "outputs groups"] | None,
+    bits: int,
+) -> Float[Tensor, "outputs inputs"]:
+    """The weights that codes stand for, in float32: for many rows, where a matrix product pays for it.
+
+    Args:
+        codes: as :func:`kvlab.packing.pack` has them.
+        scale: one a group.
+        minimum: one a group, or None in a symmetric grid.
+        bits: 8 or 4.
+    """
+    return torch.ops.kvlab.code_unpack(codes, scale, minimum, bits)

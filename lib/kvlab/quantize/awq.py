@@ -1,0 +1,164 @@
+"""AWQ: scale the channels that activations say are important, so that rounding hurts them less (arXiv:2306.00978).
+
+A rounding error of a weight is multiplied by its activation. Where a channel's activations are large, its weights are
+multiplied by s before rounding and the activations divided by s: the product is the same, and the error of that
+channel becomes s times smaller. s is the mean magnitude of the activation to a power between 0 and 1 that is searched.
+The division costs nothing: it is folded into the layer before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from kvlab.errors import ConfigError
+from kvlab.model import GPT, Block, GatedMLP
+from kvlab.packing import quantize as round_to
+from kvlab.quantize.methods import Method
+
+#: Powers of the activation magnitude that are tried; 0 leaves the layer alone.
+POWERS = tuple(step / 10 for step in range(11))
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What AWQ did to one matrix.
+
+    Args:
+        layer: its name.
+        power: of the activation magnitude, the best of those tried.
+        before: mean squared error of the layer's output, rounded without scaling.
+        after: and with it.
+    """
+
+    layer: str
+    power: float
+    before: float
+    after: float
+
+
+def awq(model: GPT, tokens: Int[Tensor, "batch time"], method: Method) -> list[Scaled]:
+    """Rescale a model's channels in place for a rounding that follows; until then its answers are the same.
+
+    Quantize afterwards with the same method. Norms are rescaled for the projections that read them, values for the
+    output projection, and ``up`` for ``down``.
+
+    Args:
+        model: of the Llama kind (RMSNorm, gated MLP), wide.
+        tokens: calibration text, a few hundred to a few thousand tokens of the kind that the model will see.
+        method: the rounding to come.
+
+    Raises:
+        ConfigError: the model has another structure or is quantized, or a group size does not divide a layer.
+    """
+    report: list[Scaled] = []
+    with torch.inference_mode():
+        seen = _inputs(model, tokens)
+        for index, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            name = f"blocks.{index}"
+            # Inputs were recorded before any scaling. Each scaling keeps the function, so they stay right for all
+            # matrices but those whose own input was divided, and these are done once.
+            for layer, matrix, divide, tie in _sites(block):
+                x = seen[f"{name}.{layer}"]
+                scales, found = _search(f"{name}.{layer}", matrix, x, method, tie)
+                report.append(found)
+                matrix.weight.mul_(scales)
+                divide(scales)
+    return report
+
+
+def _sites(
+    block: Block,
+) -> list[tuple[str, nn.Linear, Callable[[Tensor], None], Callable[[Tensor], Tensor]]]:
+    """Each matrix of a block, what divides its input, and how its channels must share a scale."""
+    attention, mlp = block.attention, block.mlp
+    assert isinstance(mlp, GatedMLP)
+    queries, _, kv = attention.heads
+    group, width = queries // kv, attention.head_dim
+
+    def divide_values(scales: Tensor) -> None:
+        own = scales.view(kv, group, width)[:, 0].reshape(-1)
+        attention.qkv.weight[-kv * width :].div_(own[:, None])
+        if attention.qkv.bias is not None:
+            attention.qkv.bias[-kv * width :].div_(own)
+
+    def divide_up(scales: Tensor) -> None:
+        half = len(mlp.gate_up.weight) // 2
+        mlp.gate_up.weight[half:].div_(scales[:, None])
+        if mlp.gate_up.bias is not None:
+            mlp.gate_up.bias[half:].div_(scales)
+
+    def shared(magnitude: Tensor) -> Tensor:
+        """Query heads of a group read the same values, and so share their scales."""
+        return magnitude.view(kv, group, width).mean(1, keepdim=True).expand(kv, group, width).reshape(-1)
+
+    def own(magnitude: Tensor) -> Tensor:
+        return magnitude
+
+    return [
+        ("attention.qkv", attention.qkv, lambda s: _divide_norm(block.attention_norm, s), own),
+        ("attention.out", attention.out, divide_values, shared),
+        ("mlp.gate_up", mlp.gate_up, lambda s: _divide_norm(block.mlp_norm, s), own),
+        ("mlp.down", mlp.down, divide_up, own),
+    ]
+
+
+def _divide_norm(norm: nn.Module, scales: Tensor) -> None:
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    weight.div_(scales)
+
+
+def _search(
+    name: str, matrix: nn.Linear, x: Float[Tensor, "rows inputs"], method: Method, tie: Callable[[Tensor], Tensor]
+) -> tuple[Float[Tensor, "inputs"], Scaled]:
+    """The scales whose rounding changes the layer's output least."""
+    weight, exact = matrix.weight.float(), x @ matrix.weight.float().T
+    magnitude = tie(x.abs().mean(0)).clamp(min=1e-8)
+    best: tuple[float, float, Tensor] | None = None
+    plain = 0.0
+    for power in POWERS:
+        scales = magnitude**power
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        rounded = round_to(weight * scales, method.grid, name, torch.float16).dequantize() / scales
+        error = (x @ rounded.T - exact).square().mean().item()
+        plain = error if power == 0 else plain
+        if best is None or error < best[0]:
+            best = (error, power, scales)
+    assert best is not None
+    return best[2].to(matrix.weight.dtype), Scaled(name, best[1], plain, best[0])
+
+
+def _inputs(model: GPT, tokens: Int[Tensor, "batch time"]) -> dict[str, Float[Tensor, "rows inputs"]]:
+    """What every matrix in the blocks reads while the model reads the tokens, in float32."""
+    seen: dict[str, Tensor] = {}
+    handles = []
+    for name, layer in model.named_modules():
+        if name.startswith("blocks.") and isinstance(layer, nn.Linear):
+            handles.append(layer.register_forward_pre_hook(_recorder(name, seen)))
+    wanted = 4 * model.config.n_layer
+    if len(handles) != wanted or model.config.norm != "rmsnorm" or not model.config.gated_mlp:
+        for handle in handles:
+            handle.remove()
+        raise ConfigError(
+            f"{model.config.name} is quantized or has LayerNorm or a plain MLP; AWQ here takes wide models of the "
+            "Llama kind"
+        )
+    try:
+        model(tokens.to(model.device), last_only=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _recorder(name: str, seen: dict[str, Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen[name] = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+
+    return record

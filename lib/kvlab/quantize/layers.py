@@ -1,0 +1,178 @@
+"""Layers whose matrix product is chosen by the number of rows, over wide weights or over codes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from kvlab.kernels import code_linear, ready, wide_linear
+from kvlab.packing import Quantized
+from kvlab.quantize.packed import PackedInt4, PackedInt8
+from kvlab.quantize.routes import Product, Routes, routes_for
+
+
+class RowAwareLinear(nn.Module):
+    """A linear layer that knows several ways to multiply, and takes the fastest for the rows at hand.
+
+    One row is bound by the bytes of the weights, hundreds by arithmetic: no single kernel is good at both.
+
+    Args:
+        in_features: inputs.
+        out_features: outputs.
+        bias: added to the product, or None.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, bias: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.register_buffer("bias", bias)
+        self.routes: Routes | None = None
+        self._products: Mapping[str, Product] = {}
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """What the weights are stored as, in a word: routes are measured for each format."""
+
+    @abstractmethod
+    def products(self) -> Mapping[str, Product]:
+        """The ways that this layer has on its device, by name; each takes [rows, in] to [rows, out] without bias."""
+
+    def forward(self, x: Float[Tensor, "*rows in_features"]) -> Float[Tensor, "*rows out_features"]:
+        """Multiply by the route that the number of rows calls for."""
+        rows = x.reshape(-1, self.in_features)
+        if self.routes is None:
+            self.routes = routes_for(x.device, self.format)
+            self._products = self.products()
+        out = self._products[self.routes.choose(len(rows), self._products)](rows)
+        out = out if self.bias is None else out + self.bias
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Another device has other routes."""
+        self.routes = None
+        return super()._apply(fn, recurse)
+
+
+class WideLinear(RowAwareLinear):
+    """The weights as they are, and the fastest product for the rows at hand.
+
+    Args:
+        linear: whose weight and bias are shared, not copied.
+    """
+
+    weight: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, None if linear.bias is None else linear.bias.data)
+        self.weight = linear.weight
+
+    @property
+    def format(self) -> str:
+        """The dtype of the weights."""
+        return str(self.weight.dtype).removeprefix("torch.")
+
+    def products(self) -> Mapping[str, Product]:
+        """torch's product; widened to float32 first (a CPU without bfloat16 units); our kernel."""
+        ways: dict[str, Product] = {"torch": lambda x: F.linear(x, self.weight)}
+        if self.weight.device.type == "cpu":
+            ways["widened"] = lambda x: F.linear(x.float(), self.weight.float()).to(x.dtype)
+            if ready(self.in_features, 32) and self.weight.dtype != torch.float64:
+                ways["kernel"] = lambda x: wide_linear(x, self.weight)
+        return ways
+
+
+class LowBitLinear(RowAwareLinear):
+    """Codes and scales in place of a matrix.
+
+    The codes are the truth: they are saved, and every product is made from them. A layout that some kernel wants is
+    packed from them on the device, when it is first needed.
+
+    Args:
+        weight: codes of the matrix [out, in].
+        bias: added to the product, or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor | None
+
+    def __init__(self, weight: Quantized, bias: Tensor | None = None) -> None:
+        super().__init__(weight.columns, weight.codes.shape[0], bias)
+        self.grid = weight.grid
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scale", weight.scale)
+        self.register_buffer("minimum", weight.minimum)
+        self._packed: PackedInt8 | PackedInt4 | None = None
+
+    @property
+    def quantized(self) -> Quantized:
+        """The codes with their scales."""
+        return Quantized(self.codes, self.scale, self.minimum, self.grid)
+
+    @property
+    def format(self) -> str:
+        """Bits and group."""
+        return f"int{self.grid.bits}-g{self.in_features // self.scale.shape[1]}"
+
+    def products(self) -> Mapping[str, Product]:
+        """Dequantize and multiply, on any device; torch's packed operators and our kernel on a CPU."""
+        ways: dict[str, Product] = {"dequantize": self._dequantized}
+        if self.codes.device.type == "cpu":
+            if kind := next((k for k in (PackedInt8, PackedInt4) if k.takes(self.quantized)), None):
+                ways["packed"] = lambda x: self._packed_as(kind, x)
+            if ready(self.in_features, self.in_features // self.scale.shape[1]):
+                ways["kernel"] = lambda x: code_linear(x, self.codes, self.scale, self.minimum, self.grid.bits)
+        return ways
+
+    def _dequantized(self, x: Float[Tensor, "rows in_features"]) -> Float[Tensor, "rows out_features"]:
+        """In float32 on a CPU, which has units for it always, and in the dtype of ``x`` elsewhere."""
+        wide = torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else x.dtype
+        weight = self.quantized.dequantize(wide) if wide == torch.float64 else self.quantized.widen(wide)
+        return F.linear(x.to(wide), weight).to(x.dtype)
+
+    def _packed_as(self, kind: type[PackedInt8 | PackedInt4], x: Tensor) -> Tensor:
+        if self._packed is None or self._packed.dtype != x.dtype:
+            self._packed = kind.pack(self.quantized, x.dtype)
+        return self._packed.linear(x)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Follow the model to another device. Codes and scales keep their dtype: they are what was rounded to."""
+        self._packed, self.routes = None, None
+        for name, tensor in self._buffers.items():
+            if tensor is not None:
+                moved = fn(tensor)
+                self._buffers[name] = moved if name == "bias" else tensor.to(moved.device)
+        return self
+
+
+class LowBitEmbedding(nn.Module):
+    """Rows of an embedding, widened as they are looked up. A tied head multiplies with the same codes.
+
+    Args:
+        table: shares its codes.
+        dtype: of the rows that come out, the residual stream's.
+    """
+
+    def __init__(self, table: LowBitLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table, self.dtype = table, dtype
+
+    def forward(self, tokens: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time hidden_size"]:
+        """The rows of the tokens."""
+        table = self.table
+        minimum = None if table.minimum is None else table.minimum[tokens]
+        return Quantized(table.codes[tokens], table.scale[tokens], minimum, table.grid).dequantize(self.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Take over a cast of the model."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)

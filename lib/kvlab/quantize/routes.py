@@ -1,0 +1,103 @@
+"""Which matrix product for how many rows: measured on the device, or a rule of thumb until it has been."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlab.kernels import built, enable, instruction_set, library
+from kvlab.store import cache_folder, publish, staging
+
+Product = Callable[[Tensor], Tensor]
+
+#: Routes in the order of preference where nothing was measured, and the rows up to which each is worth trying.
+_RULE = (("kernel", 64), ("packed", 8), ("dequantize", None), ("torch", None))
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Crossovers between products.
+
+    Args:
+        steps: rows up to which a route is the fastest, and its name, in rising order; the last has no limit (None).
+    """
+
+    steps: tuple[tuple[int | None, str], ...]
+
+    def choose(self, rows: int, there: Iterable[str]) -> str:
+        """The route for a number of rows.
+
+        Args:
+            rows: of the activations.
+            there: names of the routes that the layer has; another is never chosen.
+        """
+        names = set(there)
+        found = [name for limit, name in self.steps if name in names and (limit is None or rows <= limit)]
+        return found[0] if found else next(iter(there))
+
+
+RULE_OF_THUMB = Routes(tuple((limit, name) for name, limit in _RULE))
+
+
+@cache
+def routes_for(device: torch.device, format: str) -> Routes:
+    """The crossovers that were measured on this machine, or a rule of thumb.
+
+    Args:
+        device: where the layer is.
+        format: of its weights.
+    """
+    if device.type == "cpu":
+        enable()
+    try:
+        steps = json.loads(_file().read_text("utf8"))[f"{device.type}/{format}"]
+        return Routes(tuple((limit, str(name)) for limit, name in steps))
+    except (OSError, ValueError, KeyError, TypeError):
+        return RULE_OF_THUMB  # not measured, or by another version
+
+
+def routes_from(seconds: Mapping[str, Mapping[int, float]]) -> Routes:
+    """Crossovers out of measurements.
+
+    Args:
+        seconds: of each route, by rows; all over the same rows.
+    """
+    steps: list[tuple[int | None, str]] = []
+    for rows in sorted(next(iter(seconds.values()))):
+        best = min(seconds, key=lambda name: seconds[name][rows])
+        if steps and steps[-1][1] == best:
+            steps.pop()
+        steps.append((rows, best))
+    return Routes((*steps[:-1], (None, steps[-1][1])))
+
+
+def remember(found: Mapping[str, Routes]) -> Path:
+    """Keep measured crossovers for the processes to come.
+
+    Args:
+        found: by device type and format, ``cpu/int8-g32``.
+    """
+    target = _file()
+    known: dict[str, Any] = {}
+    if target.exists():
+        known = json.loads(target.read_text("utf8"))
+    known |= {key: routes.steps for key, routes in found.items()}
+    with staging(target) as work:
+        made = work / target.name
+        made.write_text(json.dumps(known, indent=1) + "\n", "utf8")
+        publish(made, target)
+    routes_for.cache_clear()
+    return target
+
+
+def _file() -> Path:
+    """One file for each torch, instruction set, number of threads, and presence of the"""
+    key = f"{torch.__version__}-{instruction_set()}-{torch.get_num_threads()}"
+    return cache_folder() / "routes" / f"{key}-{library().stem if built() else 'torch'}.json"
