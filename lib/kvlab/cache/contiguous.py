@@ -80,15 +80,7 @@ class ContiguousCache(KVCache):
     ) -> tuple[Float[Tensor, "batch n_kv_head keys head_dim"], Float[Tensor, "batch n_kv_head keys head_dim"]]:
         """Write a layer's new keys and values into their slots, and return the slots up to the longest row."""
         assert isinstance(step, ContiguousStep)
-        keys, values = self.storage[0, layer], self.storage[1, layer]
-        if step.slots is not None:
-            keys.index_copy_(2, step.slots, k)
-            values.index_copy_(2, step.slots, v)
-        elif step.ragged is not None:
-            rows, columns, slots = step.ragged
-            keys[rows, :, slots] = k[rows, :, columns]
-            values[rows, :, slots] = v[rows, :, columns]
-        return keys[:, :, : step.n_keys], values[:, :, : step.n_keys]
+        return write(self.storage[0, layer], k, step), write(self.storage[1, layer], v, step)
 
     def fork(self) -> ContiguousCache:
         """A full copy: as many bytes again. Paged caches share instead."""
@@ -101,6 +93,26 @@ class ContiguousCache(KVCache):
         """Keep these rows, in this order, repeats allowed; copies them."""
         self.storage = self.storage.index_select(2, torch.tensor(rows, device=self.device))
         self.rows_seen = [self.rows_seen[row] for row in rows]
+
+
+def write(
+    held: Float[Tensor, "batch n_kv_head max_len head_dim"],
+    new: Float[Tensor, "batch n_kv_head time head_dim"],
+    step: ContiguousStep,
+) -> Float[Tensor, "batch n_kv_head keys head_dim"]:
+    """Put new keys, or values, into their slots, and return the slots that attention reads.
+
+    Args:
+        held: the slots of a layer, changed in place.
+        new: of this pass.
+        step: says where they go.
+    """
+    if step.slots is not None:
+        held.index_copy_(2, step.slots, new)
+    elif step.ragged is not None:
+        rows, columns, slots = step.ragged
+        held[rows, :, slots] = new[rows, :, columns]
+    return held[:, :, : step.n_keys]
 
 
 class NoCache(KVCache):

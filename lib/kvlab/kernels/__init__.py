@@ -5,7 +5,7 @@ product for most low-bit formats. ``linear.cpp`` has both; it is compiled once, 
 everything runs by torch's operators.
 """
 
-from kvlab.kernels.build import build, built, instruction_set, library, require_compiler
+from kvlab.kernels.compiler import build, built, instruction_set, library, require_compiler
 from kvlab.kernels.operators import code_linear, code_unpack, enable, enabled, ready, wide_linear
 
 __all__ = [

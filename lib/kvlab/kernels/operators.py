@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from kvlab.kernels.build import built, library
+from kvlab.kernels.compiler import built, library
 
 
 @cache

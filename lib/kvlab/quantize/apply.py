@@ -83,7 +83,8 @@ def linears(model: GPT) -> Iterator[tuple[str, nn.Linear | RowAwareLinear]]:
     Args:
         model: the decoder.
     """
-    for name, layer in model.named_modules():
+    # A tied embedding has the head's codes: one layer under two names, of which the head's is wanted.
+    for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, nn.Linear | RowAwareLinear) and not name.startswith("embedding"):
             yield name, layer
 

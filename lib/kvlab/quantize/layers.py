@@ -39,6 +39,11 @@ class RowAwareLinear(nn.Module):
 
     @property
     @abstractmethod
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
+    @property
+    @abstractmethod
     def format(self) -> str:
         """What the weights are stored as, in a word: routes are measured for each format."""
 
@@ -74,6 +79,11 @@ class WideLinear(RowAwareLinear):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, None if linear.bias is None else linear.bias.data)
         self.weight = linear.weight
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weight.device
 
     @property
     def format(self) -> str:
@@ -112,6 +122,11 @@ class LowBitLinear(RowAwareLinear):
         self.register_buffer("scale", weight.scale)
         self.register_buffer("minimum", weight.minimum)
         self._packed: PackedInt8 | PackedInt4 | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.codes.device
 
     @property
     def quantized(self) -> Quantized:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlab.store import ORIGIN, cache_folder, publish, require_room, staging
+from kvlab.weights.codes import gguf_model, write_quantized
 from kvlab.weights.folder import require_fit, write_folder, write_json
 from kvlab.weights.gguf_config import hub_shapes, hub_tensors, read_gguf_config
 from kvlab.weights.gguf_file import GGUFFile
@@ -20,16 +21,19 @@ from kvlab.weights.progress import Progress, reporting
 VERSION = 1
 
 
-def conversion_folder(digest: str) -> Path:
+def conversion_folder(digest: str, stored: bool = False) -> Path:
     """Where the conversion of a GGUF file is, or will be.
 
     Args:
         digest: sha256 of the file.
+        stored: with the file's own codes, not widened.
     """
-    return cache_folder() / "gguf" / f"{digest[:32]}-v{VERSION}"
+    return cache_folder() / "gguf" / f"{digest[:32]}-{'codes-' if stored else ''}v{VERSION}"
 
 
-def convert(path: Path, digest: str, origin: str, name: str, progress: Progress | None = None) -> Path:
+def convert(
+    path: Path, digest: str, origin: str, name: str, progress: Progress | None = None, stored: bool = False
+) -> Path:
     """The folder of a GGUF file, made now if the cache does not have it.
 
     Weights that the file keeps in 16 or 32 bits stay so. Q8_0 and Q4_1 are written as float32: scale times code plus
@@ -42,11 +46,12 @@ def convert(path: Path, digest: str, origin: str, name: str, progress: Progress 
         origin: a sentence about where it came from.
         name: what to call the model.
         progress: see :func:`kvlab.load`.
+        stored: keep the file's own codes.
 
     Raises:
         WeightsError: the file is damaged, of a kind that kvlab does not read, or the disk is full.
     """
-    target = conversion_folder(digest)
+    target = conversion_folder(digest, stored)
     if target.exists():
         return target
     file = GGUFFile(path)
@@ -56,8 +61,11 @@ def convert(path: Path, digest: str, origin: str, name: str, progress: Progress 
     total = 4 * sum(prod(t.shape) for t in file.tensors())
     require_room(target, total, f"the conversion of {path.name}")
     with staging(target) as work, reporting(progress, f"converting {path.name}", total) as report:
-        tensors = _counted(hub_tensors(file, config), report)
-        made = write_folder(work / "made", config, tensors, tokenizer_json, settings)
+        if stored:
+            made = write_quantized(work / "made", config, gguf_model(file, config), tokenizer_json, settings)
+        else:
+            tensors = _counted(hub_tensors(file, config), report)
+            made = write_folder(work / "made", config, tensors, tokenizer_json, settings)
         write_json(made / ORIGIN, {"origin": origin, "name": name})
         return publish(made, target)
 

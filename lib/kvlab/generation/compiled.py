@@ -1,0 +1,201 @@
+"""A decode step compiled ahead of time: one package a shape, kept in the cache folder, loaded in milliseconds.
+
+An eager step of a small model spends a third of its time between the kernels. ``torch.export`` writes the step down as
+a graph and AOTInductor compiles it with everything fused that can be. The graph knows shapes and formats, no weights:
+the package takes those of the model in memory, so it is small, serves every model of the shape, and nothing is held
+twice. The number of keys is a size of an input, rounded up to a bucket: one package serves every length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from kvlab.cache import ContiguousCache, NoCache, Step, View, Visibility, visible
+from kvlab.cache.contiguous import ContiguousStep, write
+from kvlab.devices import dtype_name
+from kvlab.errors import CacheFull, ConfigError, DeviceError, one_line
+from kvlab.kernels import built, instruction_set, library
+from kvlab.model import GPT, attention, gpt, layers, rope
+from kvlab.quantize import layers as quantized_layers
+from kvlab.quantize import RowAwareLinear, linears
+from kvlab.quantize.routes import routes_for
+from kvlab.store import cache_folder, publish, staging
+
+#: Attention reads whole buckets of keys, the last one partly empty and hidden by the mask.
+BUCKET = 128
+
+
+class CompiledDecode:
+    """A compiled decode step with the weights of one model.
+
+    Args:
+        model: the decoder; its weights are used where they are.
+        rows: of the batch.
+
+    Raises:
+        DeviceError: there is no package for this model and batch; ``kvlab compile`` makes one.
+    """
+
+    def __init__(self, model: GPT, rows: int) -> None:
+        path = package(model, rows)
+        if not path.exists():
+            raise DeviceError(f"no step of {rows} row(s) is compiled for {model.config.name}; run: kvlab compile")
+        self.rows = rows
+        self._run = torch._inductor.aoti_load_package(str(path))
+        step = _Step(model, rows)
+        state: dict[str, Tensor] = {**dict(step.named_parameters(remove_duplicate=False))}
+        state |= dict(step.named_buffers(remove_duplicate=False))
+        self._weights = {name: state[name].data for name in self._run.get_constant_fqns()}
+        self._run.load_constants(self._weights, check_full_update=True, user_managed=True)
+
+    def __call__(self, tokens: Int[Tensor, "batch"], cache: ContiguousCache) -> Float[Tensor, "batch vocab_size"]:
+        """Feed each row its newest token and get the logits of the next one.
+
+        Args:
+            tokens: one id a row.
+            cache: of as many rows; advances by one.
+
+        Raises:
+            CacheFull: a row has no slot left.
+            ConfigError: the cache has another number of rows.
+        """
+        if cache.batch != self.rows:
+            raise ConfigError(f"the step was compiled for {self.rows} row(s), the cache has {cache.batch}")
+        if cache.tokens_seen >= cache.max_len:
+            raise CacheFull(f"all {cache.max_len} slots are taken; make a longer cache")
+        positions = torch.tensor(cache.rows_seen)[:, None]
+        held = min(-(-(cache.tokens_seen + 1) // BUCKET) * BUCKET, cache.max_len)
+        layers_ = [cache.storage[side, layer] for layer in range(cache.config.n_layer) for side in (0, 1)]
+        with torch.inference_mode():
+            logits = self._run(tokens[:, None], positions, torch.arange(held), layers_)
+        cache.rows_seen = [seen + 1 for seen in cache.rows_seen]
+        return logits
+
+
+def compile_step(model: GPT, rows: int = 1) -> Path:
+    """Compile the decode step of a model, unless that has been done; half a minute to a minute for 30 layers.
+
+    Args:
+        model: the decoder, on a CPU.
+        rows: of the batch.
+
+    Returns:
+        The package.
+
+    Raises:
+        DeviceError: the model is elsewhere, or there is no compiler.
+    """
+    if model.device.type != "cpu":
+        raise DeviceError(f"the model is on {model.device}; packages are for a CPU, a GPU records CUDA graphs")
+    target = package(model, rows)
+    if target.exists():
+        return target
+    step, config = _Step(model, rows), model.config
+    shape = (rows, config.n_kv_head, 2 * BUCKET, config.head_dim)
+    held = [torch.zeros(shape, dtype=model.dtype) for _ in range(2 * config.n_layer)]
+    length, slots = torch.export.Dim("max_len", min=2), torch.export.Dim("slots", min=2)
+    args = (torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1, dtype=torch.long), torch.arange(BUCKET), held)
+    dynamic = (None, None, {0: slots}, [{2: length}] * len(held))
+    with staging(target) as work, torch.no_grad():
+        made = work / target.name
+        try:
+            exported = torch.export.export(step, args, dynamic_shapes=dynamic)
+            torch._inductor.aoti_compile_and_package(
+                exported, package_path=str(made), inductor_configs={"aot_inductor.package_constants_in_so": False}
+            )
+        except Exception as failure:  # the compiler's own, of many kinds
+            raise DeviceError(
+                f"the step of {config.name} cannot be compiled here: {one_line(failure)[:300]}"
+            ) from failure
+        return publish(made, target)
+
+
+def package(model: GPT, rows: int) -> Path:
+    """Where the compiled step is, or will be: one for each shape, formats, rows, instruction set, torch and source.
+
+    Args:
+        model: the decoder.
+        rows: of the batch.
+    """
+    layers_ = [f"{name} {_route(layer)}" for name, layer in linears(model)]
+    sources = [inspect.getsource(module) for module in (gpt, layers, attention, rope, quantized_layers)]
+    sources.append(Path(__file__).read_text("utf8"))
+    kernels = library().stem if built() else "torch"
+    shape = repr(replace(model.config, name=""))
+    key = [shape, *layers_, dtype_name(model.dtype), str(rows), torch.__version__, instruction_set(), kernels]
+    digest = hashlib.sha256("\n".join(key + sources).encode()).hexdigest()[:24]
+    return cache_folder() / "steps" / f"{model.config.name.replace('/', '-')}-{rows}-{digest}.pt2"
+
+
+def _route(layer: nn.Module) -> str:
+    """Format and routes of a layer: other routes are another graph."""
+    if not isinstance(layer, RowAwareLinear):
+        return "plain"
+    return f"{layer.format} {routes_for(layer.device, layer.format)}"
+
+
+class _Step(nn.Module):
+    """A decode step as a function of tensors: what ``torch.export`` can write down.
+
+    Args:
+        model: the decoder.
+        rows: of the batch.
+    """
+
+    def __init__(self, model: GPT, rows: int) -> None:
+        super().__init__()
+        self.model, self.rows = model, rows
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch 1"],
+        positions: Int[Tensor, "batch 1"],
+        slots: Int[Tensor, "keys"],
+        held: Sequence[Float[Tensor, "batch n_kv_head max_len head_dim"]],
+    ) -> Float[Tensor, "batch vocab_size"]:
+        """Logits of the next tokens; keys and values are written into ``held``."""
+        config = self.model.config
+        torch._check(len(slots) <= held[0].shape[2])
+        each = torch.arange(self.rows)
+        step = ContiguousStep(
+            positions=positions,
+            n_new=(1,) * self.rows,
+            views={w: View(Visibility.MASK, visible(slots[None, None], positions, w)) for w in set(config.windows)},
+            windows=config.windows,
+            n_keys=slots.shape[0],
+            slots=positions[0] if self.rows == 1 else None,
+            ragged=None if self.rows == 1 else (each, torch.zeros_like(each), positions[:, 0]),
+        )
+        return self.model.run(tokens, _Held(self.model, held), step, last_only=False)[:, 0]
+
+
+class _Held(NoCache):
+    """Slots that were handed in.
+
+    Args:
+        model: the decoder.
+        held: keys and values of each layer in turn.
+    """
+
+    def __init__(self, model: GPT, held: Sequence[Tensor]) -> None:
+        super().__init__(model.config, len(held[0]), model.dtype)
+        self._held = held
+
+    def append(
+        self,
+        layer: int,
+        k: Float[Tensor, "batch n_kv_head time head_dim"],
+        v: Float[Tensor, "batch n_kv_head time head_dim"],
+        step: Step,
+    ) -> tuple[Float[Tensor, "batch n_kv_head keys head_dim"], Float[Tensor, "batch n_kv_head keys head_dim"]]:
+        """Write into the slots."""
+        assert isinstance(step, ContiguousStep)
+        return write(self._held[2 * layer], k, step), write(self._held[2 * layer + 1], v, step)
