@@ -1,6 +1,6 @@
-"""The command line: ``kvlab generate``, ``kvlab calibrate``, ``kvlab bench``."""
+"""The command line: ``kvlab generate``, ``kvlab calibrate``, ``kvlab bench``, ``kvlab compile``."""
 
-from kvlab.cli import generate, measure
+from kvlab.cli import compile, generate, measure
 from kvlab.cli.app import app, main
 
-__all__ = ["app", "generate", "main", "measure"]
+__all__ = ["app", "compile", "generate", "main", "measure"]

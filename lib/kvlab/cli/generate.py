@@ -12,7 +12,7 @@ import kvlab
 from kvlab.cli.app import app
 
 if TYPE_CHECKING:
-    from kvlab.generation import Generation, Sampling
+    from kvlab.generation import CompiledDecode, Generation, Sampling
     from kvlab.weights import LoadedModel
 
 
@@ -36,25 +36,32 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16`, `float16`.")] = "auto",
+    weights: Annotated[
+        str | None,
+        typer.Option(help="`int8` or `int4` rounds them after loading; `stored` keeps the codes of a GGUF file."),
+    ] = None,
+    kv: Annotated[str, typer.Option(help="KV cache: `contiguous`, `int8`, `int4`.")] = "contiguous",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Answer a prompt, and show what its two phases cost.
 
     Text streams as it comes. The table at the end has prefill (the whole prompt in one pass, until the first token)
-    and decode (one pass a token), with the bytes that the KV cache needs.
+    and decode (one pass a token), with the bytes that the KV cache needs. After `kvlab compile` with the same model,
+    weights and dtype, decode runs compiled.
 
     Examples:
 
     - `kvlab generate --model smollm2 --chat --prompt "What is gravity?"`
     - `kvlab generate --model tiny --prompt "O Romeo" --temperature 0.8 --top-p 0.9 --seed 1`
+    - `kvlab generate --model smollm2 --weights stored --kv int8 --chat --prompt "What is gravity?"`
     """
     from kvlab.generation.sampling import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    loaded = kvlab.load(model, device=device, dtype=dtype)
+    loaded = kvlab.load(model, device=device, dtype=dtype, weights=weights)  # type: ignore[arg-type]
     text = sys.stdin.read() if prompt == "-" else prompt
     interrupted = False
-    generation = _start(loaded, text, chat, max_new_tokens, ignore_eos, sampling)
+    generation = _start(loaded, text, chat, max_new_tokens, ignore_eos, sampling, kv)
     try:
         _stream(generation, quiet=as_json)
     except KeyboardInterrupt:
@@ -66,10 +73,24 @@ def generate(
 
 
 def _start(
-    loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: int, ignore_eos: bool, sampling: Sampling
+    loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: int, ignore_eos: bool, sampling: Sampling, kv: str
 ) -> Generation:
     ids: Any = loaded.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
-    return kvlab.generate(loaded, ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, sampling=sampling)
+    return kvlab.generate(
+        loaded, ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, sampling=sampling, cache=kv,
+        compiled=_compiled(loaded) if kv == "contiguous" else None,
+    )  # fmt: skip
+
+
+def _compiled(loaded: LoadedModel) -> CompiledDecode | None:
+    """The compiled step of this model, warmed up before the clock of the answer starts; None if there is none."""
+    from kvlab.generation import CompiledDecode, package
+    from kvlab.quantize import row_aware
+
+    if loaded.model.device.type != "cpu":
+        return None
+    wide = row_aware(loaded.model)
+    return CompiledDecode(wide, 1) if package(wide, 1).exists() else None
 
 
 def _stream(generation: Generation, quiet: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,8 @@ from kvlab.devices import dtype_name
 from kvlab.errors import CacheFull, ConfigError, DeviceError, one_line
 from kvlab.kernels import built, instruction_set, library
 from kvlab.model import GPT, attention, gpt, layers, rope
-from kvlab.quantize import layers as quantized_layers
 from kvlab.quantize import RowAwareLinear, linears
+from kvlab.quantize import layers as quantized_layers
 from kvlab.quantize.routes import routes_for
 from kvlab.store import cache_folder, publish, staging
 
@@ -104,7 +105,8 @@ def compile_step(model: GPT, rows: int = 1) -> Path:
     length, slots = torch.export.Dim("max_len", min=2), torch.export.Dim("slots", min=2)
     args = (torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1, dtype=torch.long), torch.arange(BUCKET), held)
     dynamic = (None, None, {0: slots}, [{2: length}] * len(held))
-    with staging(target) as work, torch.no_grad():
+    with staging(target) as work, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, about itself
         made = work / target.name
         try:
             exported = torch.export.export(step, args, dynamic_shapes=dynamic)
@@ -163,7 +165,7 @@ class _Step(nn.Module):
     ) -> Float[Tensor, "batch vocab_size"]:
         """Logits of the next tokens; keys and values are written into ``held``."""
         config = self.model.config
-        torch._check(len(slots) <= held[0].shape[2])
+        torch._check(slots.shape[0] <= held[0].shape[2])
         each = torch.arange(self.rows)
         step = ContiguousStep(
             positions=positions,

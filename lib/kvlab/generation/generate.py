@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlab.cache import KVCache, make_cache, positions_from_mask
-from kvlab.errors import SamplingError
+from kvlab.cache import ContiguousCache, KVCache, make_cache, positions_from_mask
+from kvlab.errors import ConfigError, SamplingError
+from kvlab.generation.compiled import CompiledDecode
 from kvlab.generation.prompts import Prompt, limits, padded, token_rows
 from kvlab.generation.sampling import Sampler, Sampling
 from kvlab.generation.text import TextStream
@@ -131,8 +132,9 @@ class Generation:
         eos: frozenset[int],
         cache: KVCache,
         clock: Clock,
+        compiled: CompiledDecode | None = None,
     ) -> None:
-        self.cache = cache
+        self.cache, self._compiled = cache, compiled
         self.timing = Timing([RequestTimes(0.0) for _ in prompts], [len(p) for p in prompts])
         self._model, self._prompts, self._rows = model, prompts, rows
         self._sampler, self._eos, self._clock = sampler, eos, clock
@@ -182,10 +184,16 @@ class Generation:
             going = torch.tensor([[row.finish is None] for row in self._rows])
             if not going.any():
                 return
-            # A row that is done is padding from now on: nothing is written for it.
-            positions = positions_from_mask(going, self.cache.rows_seen)
-            logits = decode(self._model, torch.tensor(newest), self.cache, positions)
+            logits = self._decode(torch.tensor(newest), going)
             phase = "decode"
+
+    def _decode(self, tokens: Int[Tensor, "batch"], going: Bool[Tensor, "batch 1"]) -> Float[Tensor, "batch vocab"]:
+        """One step; the compiled one knows no padding, and serves until the first row is done."""
+        if self._compiled is not None and bool(going.all()):
+            assert isinstance(self.cache, ContiguousCache)
+            return self._compiled(tokens, self.cache)
+        # A row that is done is padding from now on: nothing is written for it.
+        return decode(self._model, tokens, self.cache, positions_from_mask(going, self.cache.rows_seen))
 
     def _accept(self, index: int, token: int, phase: Phase, now: float) -> TokenStep:
         row = self._rows[index]
@@ -211,7 +219,8 @@ def generate(
     sampling: Sampling | Sequence[Sampling] | None = None,
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
-    cache: KVCache | None = None,
+    cache: KVCache | str = "contiguous",
+    compiled: CompiledDecode | None = None,
     clock: Clock | None = None,
 ) -> Generation:
     """Answer one prompt, or a batch of prompts of different lengths.
@@ -223,21 +232,25 @@ def generate(
         sampling: for all rows, or one a row; greedy by default.
         stop: texts that end an answer and are not part of it.
         ignore_eos: go on past end-of-sequence ids, as benchmarks do.
-        cache: continue from this cache, which the generation changes (``fork()`` it to keep it); by default a
-            contiguous one of exactly the size that is needed.
+        cache: a kind, see :func:`kvlab.cache.make_cache`: a cache of exactly the size that is needed is made. Or a
+            cache to continue from, which the generation changes (``fork()`` it to keep it).
+        compiled: a compiled decode step of this model and batch; it works on a contiguous cache.
         clock: what time is; by default the device's.
 
     Raises:
+        ConfigError: a compiled step was given with another kind of cache.
         PromptError: a prompt is empty, too long for the context, or holds an unknown id.
         SamplingError: the number of sampling settings is not the number of prompts.
     """
     network, tokenizer = (model.model, model.tokenizer) if isinstance(model, LoadedModel) else (model, None)
     rows = token_rows(prompts, tokenizer, network.config.vocab_size)
-    seen = cache.rows_seen if cache else [0] * len(rows)
+    seen = [0] * len(rows) if isinstance(cache, str) else cache.rows_seen
     most = limits(network.config, rows, seen, max_new_tokens)
-    if cache is None:
+    if isinstance(cache, str):
         room = max(len(row) + limit - 1 for row, limit in zip(rows, most, strict=True))
-        cache = make_cache("contiguous", network.config, len(rows), room, network.dtype, network.device)
+        cache = make_cache(cache, network.config, len(rows), room, network.dtype, network.device)
+    if compiled is not None and not isinstance(cache, ContiguousCache):
+        raise ConfigError(f"a compiled step works on a contiguous cache, not on a {type(cache).__name__}")
     eos = () if ignore_eos else (tokenizer.eos_token_ids if tokenizer else network.config.eos_token_ids)
     return Generation(
         network,
@@ -247,6 +260,7 @@ def generate(
         frozenset(eos),
         cache,
         clock or clock_for(network.device),
+        compiled,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
@@ -11,15 +9,14 @@ from torch import Tensor
 from kvlab.kernels.compiler import built, library
 
 
-@cache
 def enable() -> bool:
-    """Load the compiled kernels if they are there; asked once a process.
+    """Load the compiled kernels if they are there.
 
     Returns:
         Whether they can be used.
     """
-    if not built():
-        return False
+    if enabled() or not built():
+        return enabled()
     torch.ops.load_library(str(library()))
     # Shapes of the results, for torch.export.
     torch.library.register_fake("kvlab::wide_linear", lambda x, weight: x.new_empty(len(x), len(weight)))

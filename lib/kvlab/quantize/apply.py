@@ -13,6 +13,7 @@ from kvlab.packing import Grid, Quantized
 from kvlab.packing import quantize as round_to
 from kvlab.quantize.layers import LowBitEmbedding, LowBitLinear, RowAwareLinear, WideLinear
 from kvlab.quantize.methods import Int8, Method
+from kvlab.quantize.routes import known
 
 
 def quantize(model: GPT, method: Method, *, head: Method | None = Int8()) -> GPT:  # noqa: B008 - frozen
@@ -55,6 +56,15 @@ def row_aware(model: GPT) -> GPT:
         if isinstance(layer, nn.Linear):
             model.set_submodule(name, WideLinear(layer))
     return model
+
+
+def measured(model: GPT) -> bool:
+    """Whether the crossovers of all formats in a model have been measured on this machine.
+
+    Args:
+        model: the decoder.
+    """
+    return all(isinstance(layer, RowAwareLinear) and known(layer.device, layer.format) for _, layer in linears(model))
 
 
 def put(model: GPT, codes: dict[str, Quantized], biases: dict[str, torch.Tensor] | None = None) -> GPT:

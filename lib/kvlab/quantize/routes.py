@@ -46,6 +46,16 @@ class Routes:
 RULE_OF_THUMB = Routes(tuple((limit, name) for name, limit in _RULE))
 
 
+def known(device: torch.device, format: str) -> bool:
+    """Whether crossovers were measured for a format.
+
+    Args:
+        device: where the layer is.
+        format: of its weights.
+    """
+    return routes_for(device, format) is not RULE_OF_THUMB
+
+
 @cache
 def routes_for(device: torch.device, format: str) -> Routes:
     """The crossovers that were measured on this machine, or a rule of thumb.
