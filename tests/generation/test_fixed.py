@@ -31,10 +31,13 @@ def filled(model: GPT, batch: int = 1, prompt: int = 7, max_len: int = 20) -> Co
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_every_step_equals_the_plain_one(make_model: Callable[..., GPT], shape: str, batch: int) -> None:
+@pytest.mark.parametrize("bucket", [None, 4, 8])
+def test_every_step_equals_the_plain_one(
+    make_model: Callable[..., GPT], shape: str, batch: int, bucket: int | None
+) -> None:
     model = make_model(**SHAPES[shape])
     cache = filled(model, batch)
-    step, plain = FixedDecode(model, cache), cache.fork()
+    step, plain = FixedDecode(model, cache, bucket), cache.fork()
     tokens = torch.arange(batch)
     for _ in range(13):
         got, want = step(tokens), decode(model, tokens, plain)
