@@ -1,17 +1,16 @@
 // Linear layers for a few rows of activations, at the speed at which weights come out of memory.
 //
 // A decode step multiplies every weight with one row of activations, or with a few when requests are batched: two
-// operations for a weight that takes one to four bytes to read. So the time is the time of reading, and codes of 8 or 4
-// bits can be two or four times as fast as 16, if they become floats in registers, between memory and multiplication.
-// Written to memory first, as floats, they would cost more than they save.
+// operations for a weight that takes half a byte to four bytes to read. The time is the time of reading, so codes of 8
+// or 4 bits can be two or four times as fast as 16, but only if they become floats in registers, between memory and
+// multiplication: written to memory as floats first, they would cost more than they save.
 //
 // Codes are those of kvlab.packing: value = scale * code + minimum, with a scale and a minimum for each group of a row.
+// Milliseconds in comments: the 106M weights of SmolLM2's blocks, one row, two cores that read 25 GB/s.
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -22,11 +21,14 @@
 #include <immintrin.h>
 #endif
 
+// Arrays of vectors stay in registers only if the loops over them are unrolled early; with 4 bits 6.7 ms become 4.4.
+#define UNROLL _Pragma("GCC unroll 8")
+
 namespace {
 
-using at::BFloat16, at::Half, at::ScalarType, at::Tensor;
+using at::BFloat16, at::Half, at::Tensor;
 
-// ---- Vectors: as wide as the machine's registers, and how small numbers become floats --------------------------------
+// ---- Vectors: as wide as the registers; numbers of all kinds become float32 on the way in ---------------------------
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #elif defined(__AVX2__) && defined(__F16C__)
@@ -46,16 +48,19 @@ template <class V> inline V load(const void* from) {
   std::memcpy(&v, from, sizeof v);
   return v;
 }
-inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
 inline Vec widen(const float* p) { return load<Vec>(p); }
-inline Vec widen(const BFloat16* p) {  // the upper half of a float32
+inline Vec widen(const BFloat16* p) {  // bfloat16 is the upper half of a float32
   return (Vec)(__builtin_convertvector(load<Shorts>(p), Ints) << 16);
 }
 #if defined(__AVX512F__)
 inline Vec widen(const Half* p) { return (Vec)_mm512_cvtph_ps(load<__m256i>(p)); }
 inline Ints widen(const uint8_t* p) { return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(p)); }
 inline float sum(Vec v) { return _mm512_reduce_add_ps((__m512)v); }
+inline Vec low_nibble(Ints v) {  // looked up: the instruction reads four bits of each lane and does not need a mask
+  const Vec table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return (Vec)_mm512_permutexvar_ps((__m512i)v, (__m512)table);
+}
 #else
 #if defined(__AVX2__) && defined(__F16C__)
 inline Vec widen(const Half* p) { return (Vec)_mm256_cvtph_ps(load<__m128i>(p)); }
@@ -69,305 +74,298 @@ inline float sum(Vec v) {
   for (int i = 0; i < LANES; i++) total += v[i];
   return total;
 }
+inline Vec low_nibble(Ints v) { return __builtin_convertvector(v & 15, Vec); }
 #endif
 
-template <class T> void widen(const void* from, int64_t count, float* to) {
-  const T* p = static_cast<const T*>(from);
+template <class T> void widen(const T* from, int64_t count, float* to) {
   int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) store(to + i, widen(p + i));
-  for (; i < count; i++) to[i] = p[i];
+  for (; i + LANES <= count; i += LANES) {
+    const Vec v = widen(from + i);
+    std::memcpy(to + i, &v, sizeof v);
+  }
+  for (; i < count; i++) to[i] = from[i];
 }
 
 void widen(const Tensor& t, int64_t first, int64_t count, float* to) {
-  const void* from = static_cast<const uint8_t*>(t.const_data_ptr()) + first * t.element_size();
-  if (t.scalar_type() == at::kFloat) return widen<float>(from, count, to);
-  if (t.scalar_type() == at::kHalf) return widen<Half>(from, count, to);
-  widen<BFloat16>(from, count, to);
+  if (t.scalar_type() == at::kFloat) widen(t.const_data_ptr<float>() + first, count, to);
+  else if (t.scalar_type() == at::kHalf) widen(t.const_data_ptr<Half>() + first, count, to);
+  else widen(t.const_data_ptr<BFloat16>() + first, count, to);
 }
 
-// ---- Formats: how the 32 weights of a block become floats ------------------------------------------------------------
+// ---- Formats: how the 32 weights of a block become floats -----------------------------------------------------------
 template <class T> struct Wide {
   static constexpr int BYTES = BLOCK * sizeof(T);
-  static constexpr bool CODES = false, PAIRS = false, MEMORY = true;
+  static constexpr bool CODES = false, PAIRS = false, PREFETCH = true;
   static inline void decode(const uint8_t* p, Vec (&v)[PARTS]) {
-#pragma GCC unroll 8
-    for (int j = 0; j < PARTS; j++) v[j] = widen(reinterpret_cast<const T*>(p) + j * LANES);
+    UNROLL for (int j = 0; j < PARTS; j++) v[j] = widen(reinterpret_cast<const T*>(p) + j * LANES);
   }
 };
 
-struct Decoded : Wide<float> {  // float32 that is in the nearest cache already
-  static constexpr bool MEMORY = false;
+struct Decoded : Wide<float> {  // what unpack() left in the nearest cache
+  static constexpr bool PREFETCH = false;
 };
 
 struct Codes8 {
   static constexpr int BYTES = BLOCK;
-  static constexpr bool CODES = true, PAIRS = false, MEMORY = true;
+  static constexpr bool CODES = true, PAIRS = false, PREFETCH = true;
   static inline void decode(const uint8_t* p, Vec (&v)[PARTS]) {
-#pragma GCC unroll 8
-    for (int j = 0; j < PARTS; j++) v[j] = __builtin_convertvector(widen(p + j * LANES), Vec);
+    UNROLL for (int j = 0; j < PARTS; j++) v[j] = __builtin_convertvector(widen(p + j * LANES), Vec);
   }
 };
 
-// Two codes a byte: the lower halves are elements 0, 2, 4, ... of the block and come first, the upper ones 1, 3, 5, ...
+// Two codes a byte: the low ones, elements 0, 2, 4, ... of the block, come out first, then the high ones, 1, 3, 5...
 // Putting them in order would cost as much as multiplying; the activations are put into their order instead, once.
 struct Codes4 {
   static constexpr int BYTES = BLOCK / 2;
-  static constexpr bool CODES = true, PAIRS = true, MEMORY = true;
+  static constexpr bool CODES = true, PAIRS = true, PREFETCH = true;
   static inline void decode(const uint8_t* p, Vec (&v)[PARTS]) {
-#pragma GCC unroll 8
-    for (int j = 0; j < PARTS / 2; j++) {
-      Ints both = widen(p + j * LANES);
-      v[j] = __builtin_convertvector(both & 15, Vec);
-      v[j + PARTS / 2] = __builtin_convertvector(both >> 4, Vec);
+    UNROLL for (int j = 0; j < PARTS / 2; j++) {
+      const Ints both = widen(p + j * LANES);
+      v[j] = low_nibble(both);
+      v[j + PARTS / 2] = low_nibble(both >> 4);
     }
   }
 };
 
-// ---- Operands --------------------------------------------------------------------------------------------------------
+// ---- Operands -------------------------------------------------------------------------------------------------------
 struct Weights {
   const uint8_t* data;
   int64_t rows, columns, row_bytes, groups = 1;
-  const Tensor* scale = nullptr;
-  const Tensor* minimum = nullptr;
-  int bits = 0;
+  const Tensor *scale = nullptr, *minimum = nullptr;  // of codes; symmetric ones have no minimum
+  int64_t bits = 0;
 };
 
-// Scales and minima of some rows of weights, in float32. Symmetric codes have a minimum as well: minus half the range.
+struct Rows {  // some rows of weights, one after the other
+  const uint8_t* data;
+  int64_t first, bytes;         // the number of the first row, bytes of each
+  const float *scale, *minimum;  // of their groups
+};
+
+// Scales and minima in float32, for 16 rows at a time. Symmetric codes get a minimum as well: minus half their range.
 struct Scales {
   static constexpr int64_t ROWS = 16;
+  int64_t first = 0;
   std::vector<float> scale, minimum;
 
   explicit Scales(const Weights& w) : scale(ROWS * w.groups), minimum(ROWS * w.groups + LANES) {}
-  void read(const Weights& w, int64_t first, int64_t rows) {
-    widen(*w.scale, first * w.groups, rows * w.groups, scale.data());
-    if (w.minimum) return widen(*w.minimum, first * w.groups, rows * w.groups, minimum.data());
-    const float half = float(1 << (w.bits - 1));
-    for (int64_t i = 0; i < rows * w.groups; i++) minimum[i] = -half * scale[i];
+  void read(const Weights& w, int64_t begin, int64_t end) {
+    const int64_t count = (end - begin) * w.groups;
+    first = begin;
+    widen(*w.scale, begin * w.groups, count, scale.data());
+    if (w.minimum) return widen(*w.minimum, begin * w.groups, count, minimum.data());
+    for (int64_t i = 0; i < count; i++) minimum[i] = -float(1 << (w.bits - 1)) * scale[i];
+  }
+  Rows rows(const Weights& w, int64_t n) const {
+    const int64_t at = (n - first) * w.groups;
+    return {w.data + n * w.row_bytes, n, w.row_bytes, scale.data() + at, minimum.data() + at};
   }
 };
 
-// Activations in float32, in the order of the decoded weights, with their sums over each group.
+// Activations in float32, in the order of the decoded weights, and their sums over each group.
 struct Input {
-  int64_t rows, columns, groups, sum_vectors;
-  std::vector<Vec> values, sums;  // the sums of a row end in zeros, up to a whole vector
-  Ints last;                      // which lanes of the last vector of sums are real
+  int64_t rows, columns, groups, stride, sum_stride;  // the strides in vectors
+  std::vector<Vec> values, sums;                      // the sums of a row are filled up with zeros to whole vectors
+  Ints last = {};                                     // -1 where the last vector has a sum, 0 where it has none
 
   Input(const Tensor& x, int64_t groups, bool pairs)
-      : rows(x.size(0)), columns(x.size(1)), groups(groups), sum_vectors((groups + LANES - 1) / LANES),
-        values(rows * columns / LANES + 1), sums(rows * sum_vectors + 1) {
-    for (int i = 0; i < LANES; i++) last[i] = (sum_vectors - 1) * LANES + i < groups ? -1 : 0;
-    float* out = reinterpret_cast<float*>(values.data());
-    widen(x, 0, rows * columns, out);
-    for (int64_t r = 0; r < rows; r++)
-      for (int64_t g = 0; g < groups; g++) {
-        Vec total = {};
-        for (int64_t k = 0; k < columns / groups; k += LANES) total += load<Vec>(out + r * columns + g * (columns / groups) + k);
-        reinterpret_cast<float*>(sums.data())[r * sum_vectors * LANES + g] = sum(total);
-      }
+      : rows(x.size(0)), columns(x.size(1)), groups(groups), stride(columns / LANES),
+        sum_stride((groups + LANES - 1) / LANES), values(rows * stride), sums(rows * sum_stride) {
+    float* all = reinterpret_cast<float*>(values.data());
+    widen(x, 0, rows * columns, all);
+    for (int64_t g = 0; g < rows * groups; g++) {
+      Vec total = {};
+      for (int64_t i = g * stride / groups; i < (g + 1) * stride / groups; i++) total += values[i];
+      sums[g / groups * sum_stride + g % groups / LANES][g % groups % LANES] = sum(total);
+    }
+    for (int i = 0; i < LANES; i++) last[i] = -((sum_stride - 1) * LANES + i < groups);
     for (int64_t k = 0; pairs && k < rows * columns; k += BLOCK) {
       float block[BLOCK];
-      std::memcpy(block, out + k, sizeof block);
-      for (int i = 0; i < BLOCK; i++) out[k + i % 2 * (BLOCK / 2) + i / 2] = block[i];
+      std::memcpy(block, all + k, sizeof block);
+      for (int i = 0; i < BLOCK; i++) all[k + i % 2 * (BLOCK / 2) + i / 2] = block[i];
     }
   }
 };
 
 struct Output {
   void* data;
-  ScalarType type;
+  at::ScalarType type;
   int64_t columns;
   void put(int64_t r, int64_t n, float value) const {
-    const int64_t i = r * columns + n;
-    if (type == at::kFloat) static_cast<float*>(data)[i] = value;
-    else if (type == at::kHalf) static_cast<Half*>(data)[i] = value;
-    else static_cast<BFloat16*>(data)[i] = value;
+    if (type == at::kFloat) static_cast<float*>(data)[r * columns + n] = value;
+    else if (type == at::kHalf) static_cast<Half*>(data)[r * columns + n] = value;
+    else static_cast<BFloat16*>(data)[r * columns + n] = value;
   }
 };
 
-// ---- The kernel: N rows of weights times R rows of activations -------------------------------------------------------
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+// The processor reads ahead by itself, but too little, and never across the end of a page. So each block asks for one
+// that is needed some 4 KiB later.
 constexpr int64_t AHEAD = 4096;
-constexpr int64_t MANY = 5;
+constexpr int WIDTH = 4;    // rows of weights, and at most of activations, in a tile: 16 sums, half of the registers
+constexpr int64_t FEW = 4;  // rows of activations: one tile, so weights are decoded once; above it, into a buffer
 
-template <class F, int N, int R>
-inline void tile(const uint8_t* w, int64_t row_bytes, const float* scale, const float* minimum, const Input& x, int64_t r0,
-                 const Output& y, int64_t n0) {
-  const int64_t groups = F::CODES ? x.groups : 1, blocks = x.columns / BLOCK / groups, stride = x.columns / LANES;
-  const int64_t ahead = (AHEAD + N * row_bytes - 1) / (N * row_bytes) * (N * row_bytes);
-  const Vec* xp = x.values.data() + r0 * stride;
-  Vec acc[N][R] = {};
+template <class F> inline void prefetch(const uint8_t* p) {
+  if constexpr (F::PREFETCH)
+    for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(p + line);
+}
+
+// N rows of weights times R rows of activations: N * R dot products, a vector of partial sums for each.
+//
+  const int64_t tile_bytes = N * w.bytes;
+  const int64_t ahead = (AHEAD + tile_bytes - 1) / tile_bytes * tile_bytes;  // whole tiles
+// a group instead of with each weight, and the minima with sums of x that all rows of weights share.
+template <class F, int N, int R> inline void tile(const Rows& w, const Input& x, int64_t row, const Output& y) {
+  const int64_t groups = F::CODES ? x.groups : 1, blocks = x.columns / BLOCK / groups;
+  const int64_t tile_bytes = N * w.bytes, ahead = (AHEAD + tile_bytes - 1) / tile_bytes * tile_bytes;  // whole tiles
+  const uint8_t* code = w.data;
+  const Vec* input = &x.values[row * x.stride];
+  Vec total[N][R] = {};
   for (int64_t g = 0; g < groups; g++) {
     Vec part[N][R] = {};
-    for (int64_t b = 0; b < blocks; b++, w += F::BYTES, xp += PARTS) {
-#pragma GCC unroll 8
-      for (int n = 0; n < N; n++) {
+    for (int64_t b = 0; b < blocks; b++, code += F::BYTES, input += PARTS)
+      UNROLL for (int n = 0; n < N; n++) {
         Vec v[PARTS];
-        F::decode(w + n * row_bytes, v);
-        if constexpr (F::MEMORY)
-          for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(w + n * row_bytes + ahead + line);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-#pragma GCC unroll 8
-          for (int j = 0; j < PARTS; j++) part[n][r] += v[j] * xp[r * stride + j];
-        }
+        F::decode(code + n * w.bytes, v);
+        prefetch<F>(code + n * w.bytes + ahead);
+        UNROLL for (int r = 0; r < R; r++)
+          UNROLL for (int j = 0; j < PARTS; j++) part[n][r] += v[j] * input[r * x.stride + j];
       }
-    }
-#pragma GCC unroll 8
-    for (int n = 0; n < N; n++) {
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        if constexpr (F::CODES) acc[n][r] += part[n][r] * scale[n * groups + g];
-        else acc[n][r] = part[n][r];
-      }
-    }
+    UNROLL for (int n = 0; n < N; n++)
+      UNROLL for (int r = 0; r < R; r++) total[n][r] += F::CODES ? part[n][r] * w.scale[n * groups + g] : part[n][r];
   }
-  if constexpr (F::CODES)
-    for (int64_t g = 0; g < x.sum_vectors; g++) {
-#pragma GCC unroll 8
-      for (int n = 0; n < N; n++) {
-        Vec low = load<Vec>(minimum + n * groups + g * LANES);
-        if (g + 1 == x.sum_vectors) low = (Vec)((Ints)low & x.last);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[n][r] += low * x.sums[(r0 + r) * x.sum_vectors + g];
-      }
+  for (int64_t s = 0; F::CODES && s < x.sum_stride; s++)
+    UNROLL for (int n = 0; n < N; n++) {
+      Vec minimum = load<Vec>(w.minimum + n * groups + s * LANES);
+      if (s + 1 == x.sum_stride) minimum = (Vec)((Ints)minimum & x.last);  // the rest belongs to the next row
+      UNROLL for (int r = 0; r < R; r++) total[n][r] += minimum * x.sums[(row + r) * x.sum_stride + s];
     }
-#pragma GCC unroll 8
-  for (int n = 0; n < N; n++) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) y.put(r0 + r, n0 + n, sum(acc[n][r]));
-  }
+  UNROLL for (int n = 0; n < N; n++)
+    UNROLL for (int r = 0; r < R; r++) y.put(row + r, w.first + n, sum(total[n][r]));
 }
 
-template <class F, int N>
-inline void tiles(const uint8_t* w, int64_t row_bytes, const float* scale, const float* minimum, const Input& x,
-                  const Output& y, int64_t n) {
+template <class F, int N> void tiles(const Rows& w, const Input& x, const Output& y) {
   int64_t r = 0;
-  for (; r + 4 <= x.rows; r += 4) tile<F, N, 4>(w, row_bytes, scale, minimum, x, r, y, n);
-  if (x.rows - r == 3) tile<F, N, 3>(w, row_bytes, scale, minimum, x, r, y, n);
-  if (x.rows - r == 2) tile<F, N, 2>(w, row_bytes, scale, minimum, x, r, y, n);
-  if (x.rows - r == 1) tile<F, N, 1>(w, row_bytes, scale, minimum, x, r, y, n);
+  for (; r + WIDTH <= x.rows; r += WIDTH) tile<F, N, WIDTH>(w, x, r, y);
+  if (x.rows - r == 3) tile<F, N, 3>(w, x, r, y);
+  if (x.rows - r == 2) tile<F, N, 2>(w, x, r, y);
+  if (x.rows - r == 1) tile<F, N, 1>(w, x, r, y);
 }
 
-// One row of weights as float32, in the order of the decoded blocks or in that of the columns.
-template <class F, bool ORDERED>
-inline void unpack(const uint8_t* w, const float* scale, const float* minimum, int64_t groups, int64_t columns, float* to) {
+// One row as float32, in the order of the columns or, faster, as decode() returns it.
+template <class F, bool ORDER> void unpack(const Rows& w, int64_t columns, int64_t groups, float* to) {
+  const uint8_t* code = w.data;
   const int64_t blocks = columns / BLOCK / groups;
   for (int64_t g = 0; g < groups; g++)
-    for (int64_t b = 0; b < blocks; b++, w += F::BYTES, to += BLOCK) {
+    for (int64_t b = 0; b < blocks; b++, code += F::BYTES, to += BLOCK) {
       Vec v[PARTS];
-      F::decode(w, v);
-      for (int line = 0; line < F::BYTES; line += 64) __builtin_prefetch(w + AHEAD + line);
-      if constexpr (F::CODES)
-#pragma GCC unroll 8
-        for (int j = 0; j < PARTS; j++) v[j] = v[j] * scale[g] + minimum[g];
-      if constexpr (F::PAIRS && ORDERED) {
+      F::decode(code, v);
+      prefetch<F>(code + AHEAD);
+      if constexpr (F::CODES) UNROLL for (int j = 0; j < PARTS; j++) v[j] = v[j] * w.scale[g] + w.minimum[g];
+      if constexpr (F::PAIRS && ORDER) {
         float block[BLOCK];
         std::memcpy(block, v, sizeof block);
-        for (int i = 0; i < BLOCK / 2; i++) to[2 * i] = block[i], to[2 * i + 1] = block[i + BLOCK / 2];
+        for (int i = 0; i < BLOCK; i++) to[i] = block[i % 2 * (BLOCK / 2) + i / 2];
       } else {
         std::memcpy(to, v, sizeof v);
       }
     }
 }
 
+// Calls work(first, end) for runs of rows, on all cores unless the matrix is small: 64 x 64 takes less than a start.
+template <class Work> void for_rows(const Weights& w, const Work& work) {
+  at::parallel_for(0, w.rows, std::max<int64_t>(1, 32768 / w.columns), work);
+}
+
 template <class F> Tensor multiply(const Tensor& x, const Weights& w) {
-  const Input input(x.contiguous(), w.groups, F::PAIRS);
+  const Input input(x, w.groups, F::PAIRS);
   Tensor out = at::empty({x.size(0), w.rows}, x.options());
   const Output output{out.mutable_data_ptr(), x.scalar_type(), w.rows};
-  at::parallel_for(0, w.rows, std::max<int64_t>(1, 32768 / w.columns), [&](int64_t begin, int64_t end) {
+  for_rows(w, [&](int64_t begin, int64_t end) {
     Scales scales(w);
-    std::vector<Vec> decoded(input.rows >= MANY ? 4 * w.columns / LANES : 0);
-    float* buffer = reinterpret_cast<float*>(decoded.data());
-    for (int64_t c = begin; c < end; c += Scales::ROWS) {
-      const int64_t stop = std::min(end, c + Scales::ROWS);
-      if constexpr (F::CODES) scales.read(w, c, stop - c);
-      auto run = [&]<int N>(int64_t n) {
-        const float *scale = scales.scale.data() + (n - c) * w.groups, *minimum = scales.minimum.data() + (n - c) * w.groups;
-        const uint8_t* p = w.data + n * w.row_bytes;
-        if (input.rows < MANY || std::is_same_v<F, Wide<float>>) return tiles<F, N>(p, w.row_bytes, scale, minimum, input, output, n);
-        for (int i = 0; i < N; i++)
-          unpack<F, false>(p + i * w.row_bytes, scale + i * w.groups, minimum + i * w.groups, w.groups, w.columns, buffer + i * w.columns);
-        tiles<Decoded, N>(reinterpret_cast<const uint8_t*>(buffer), w.columns * 4, nullptr, nullptr, input, output, n);
-      };
-      int64_t n = c;
-      for (; n + 4 <= stop; n += 4) run.template operator()<4>(n);
-      for (; n < stop; n++) run.template operator()<1>(n);
+    std::vector<Vec> decoded(input.rows > FEW ? WIDTH * input.stride : 0);
+    float* floats = reinterpret_cast<float*>(decoded.data());
+    auto run = [&]<int N>(std::integral_constant<int, N>, int64_t n) {
+      if (input.rows <= FEW) return tiles<F, N>(scales.rows(w, n), input, output);
+      for (int i = 0; i < N; i++) unpack<F, false>(scales.rows(w, n + i), w.columns, w.groups, floats + i * w.columns);
+      const Rows rows{reinterpret_cast<const uint8_t*>(floats), n, w.columns * 4, nullptr, nullptr};
+      tiles<Decoded, N>(rows, input, output);
+    };
+    for (int64_t n = begin; n < end;) {
+      if ((n - begin) % Scales::ROWS == 0 && F::CODES) scales.read(w, n, std::min(end, n + Scales::ROWS));
+      if (n + WIDTH <= end) run(std::integral_constant<int, WIDTH>(), n), n += WIDTH;
+      else run(std::integral_constant<int, 1>(), n), n += 1;
     }
   });
   return out;
 }
 
-template <class F> Tensor widen_all(const Weights& w) {
+template <class F> Tensor unpack_all(const Weights& w) {
   Tensor out = at::empty({w.rows, w.columns}, at::kFloat);
   float* to = out.mutable_data_ptr<float>();
-  at::parallel_for(0, w.rows, std::max<int64_t>(1, 32768 / w.columns), [&](int64_t begin, int64_t end) {
+  for_rows(w, [&](int64_t begin, int64_t end) {
     Scales scales(w);
     for (int64_t n = begin; n < end; n++) {
-      if ((n - begin) % Scales::ROWS == 0) scales.read(w, n, std::min(Scales::ROWS, end - n));
-      const int64_t at = (n - begin) % Scales::ROWS * w.groups;
-      unpack<F, true>(w.data + n * w.row_bytes, &scales.scale[at], &scales.minimum[at], w.groups, w.columns, to + n * w.columns);
+      if ((n - begin) % Scales::ROWS == 0) scales.read(w, n, std::min(end, n + Scales::ROWS));
+      unpack<F, true>(scales.rows(w, n), w.columns, w.groups, to + n * w.columns);
     }
   });
   return out;
 }
 
-// ---- Operators -------------------------------------------------------------------------------------------------------
-bool is_float(const Tensor& t) {
-  return t.scalar_type() == at::kFloat || t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
-}
-
-void check(const Tensor& t, const char* name, bool type, const char* types) {
-  TORCH_CHECK(t.device().is_cpu(), name, " is on ", t.device(), "; these kernels take tensors on the CPU");
-  TORCH_CHECK(type, name, " is ", t.scalar_type(), "; allowed are ", types);
+// ---- Operators ------------------------------------------------------------------------------------------------------
+void check(const Tensor& t, const char* name, bool codes = false) {
+  const auto type = t.scalar_type();
+  const bool floats = type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
+  TORCH_CHECK(t.device().is_cpu(), name, " is on ", t.device(), "; this kernel takes tensors on the CPU");
+  TORCH_CHECK(codes ? type == at::kByte : floats, name, " is ", type, "; it must be ",
+              codes ? "uint8" : "float32, float16 or bfloat16");
   TORCH_CHECK(t.dim() == 2, name, " has ", t.dim(), " dimensions; it must have 2");
+  TORCH_CHECK(t.is_contiguous(), name, " is not contiguous; call .contiguous() once, when it is made");
 }
 
-void check_input(const Tensor& x, const Weights& w) {
-  check(x, "x", is_float(x), "float32, float16 and bfloat16");
+Tensor input_of(const Tensor& given, const Weights& w) {
+  const Tensor x = given.contiguous();
+  check(x, "x");
   TORCH_CHECK(x.size(1) == w.columns, "x has rows of ", x.size(1), ", the weights of ", w.columns, "; they must agree");
+  return x;
 }
 
-Weights weights_of(const Tensor& weight) {
-  check(weight, "weight", is_float(weight), "float32, float16 and bfloat16");
-  TORCH_CHECK(weight.is_contiguous(), "weight is not contiguous; call .contiguous() once, when it is loaded");
-  const int64_t columns = weight.size(1);
-  TORCH_CHECK(columns > 0 && columns % BLOCK == 0, "weight has rows of ", columns, "; they must be multiples of ", BLOCK);
-  return {static_cast<const uint8_t*>(weight.const_data_ptr()), weight.size(0), columns, columns * weight.element_size()};
+void check_columns(int64_t columns, int64_t groups) {
+  TORCH_CHECK(groups > 0 && columns > 0 && columns % (groups * BLOCK) == 0, "rows of ", columns, " weights in ", groups,
+              " groups; a group must be a multiple of ", BLOCK, " weights");
 }
 
-Weights weights_of(const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& minimum, int64_t bits) {
-  TORCH_CHECK(bits == 8 || bits == 4, "bits is ", bits, "; allowed are 8 and 4");
-  check(codes, "codes", codes.scalar_type() == at::kByte, "uint8");
-  check(scale, "scale", is_float(scale), "float32, float16 and bfloat16");
-  TORCH_CHECK(codes.is_contiguous() && scale.is_contiguous(), "codes or scale is not contiguous; call .contiguous() once");
-  const int64_t columns = codes.size(1) * 8 / bits, groups = scale.size(1);
-  TORCH_CHECK(scale.size(0) == codes.size(0), "scale has ", scale.size(0), " rows, codes ", codes.size(0));
-  TORCH_CHECK(groups > 0 && columns > 0 && columns % groups == 0 && columns / groups % BLOCK == 0, "rows of ", columns,
-              " in ", groups, " groups; groups must be multiples of ", BLOCK);
-  if (minimum) {
-    check(*minimum, "minimum", is_float(*minimum), "float32, float16 and bfloat16");
-    TORCH_CHECK(minimum->is_contiguous(), "minimum is not contiguous; call .contiguous() once");
-    TORCH_CHECK(minimum->sizes() == scale.sizes(), "minimum is ", minimum->sizes(), ", scale ", scale.sizes(), "; they must agree");
-  }
-  return {codes.const_data_ptr<uint8_t>(), codes.size(0), columns, codes.size(1), groups, &scale, minimum ? &*minimum : nullptr, int(bits)};
+Weights coded(const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& minimum, int64_t bits) {
+  TORCH_CHECK(bits == 8 || bits == 4, "bits is ", bits, "; it must be 8 or 4");
+  check(codes, "codes", true);
+  check(scale, "scale");
+  if (minimum) check(*minimum, "minimum");
+  const int64_t rows = codes.size(0), bytes = codes.size(1), columns = bytes * 8 / bits, groups = scale.size(1);
+  check_columns(columns, groups);
+  TORCH_CHECK(scale.size(0) == rows, "scale has ", scale.size(0), " rows, codes ", rows, "; they must agree");
+  TORCH_CHECK(!minimum || minimum->sizes() == scale.sizes(), "minimum and scale differ in shape; they must agree");
+  return {codes.const_data_ptr<uint8_t>(), rows, columns, bytes, groups, &scale, minimum ? &*minimum : nullptr, bits};
 }
 
 Tensor wide_linear(const Tensor& x, const Tensor& weight) {
-  const Weights w = weights_of(weight);
-  check_input(x, w);
-  if (weight.scalar_type() == at::kFloat) return multiply<Wide<float>>(x, w);
-  if (weight.scalar_type() == at::kHalf) return multiply<Wide<Half>>(x, w);
-  return multiply<Wide<BFloat16>>(x, w);
+  check(weight, "weight");
+  check_columns(weight.size(1), 1);
+  const auto* data = static_cast<const uint8_t*>(weight.const_data_ptr());
+  const Weights w{data, weight.size(0), weight.size(1), weight.size(1) * weight.element_size()};
+  if (weight.scalar_type() == at::kFloat) return multiply<Wide<float>>(input_of(x, w), w);
+  if (weight.scalar_type() == at::kHalf) return multiply<Wide<Half>>(input_of(x, w), w);
+  return multiply<Wide<BFloat16>>(input_of(x, w), w);
 }
 
-Tensor code_linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& minimum, int64_t bits) {
-  const Weights w = weights_of(codes, scale, minimum, bits);
-  check_input(x, w);
-  return bits == 8 ? multiply<Codes8>(x, w) : multiply<Codes4>(x, w);
+Tensor code_linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& minimum,
+                   int64_t bits) {
+  const Weights w = coded(codes, scale, minimum, bits);
+  return bits == 8 ? multiply<Codes8>(input_of(x, w), w) : multiply<Codes4>(input_of(x, w), w);
 }
 
 Tensor code_unpack(const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& minimum, int64_t bits) {
-  const Weights w = weights_of(codes, scale, minimum, bits);
-  return bits == 8 ? widen_all<Codes8>(w) : widen_all<Codes4>(w);
+  const Weights w = coded(codes, scale, minimum, bits);
+  return bits == 8 ? unpack_all<Codes8>(w) : unpack_all<Codes4>(w);
 }
 
 }  // namespace
