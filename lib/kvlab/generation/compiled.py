@@ -127,7 +127,7 @@ def package(model: GPT, rows: int) -> Path:
         model: the decoder.
         rows: of the batch.
     """
-    layers_ = [f"{name} {_route(layer)}" for name, layer in linears(model)]
+    layers_ = [f"{name} {_route(layer, model.dtype)}" for name, layer in linears(model)]
     sources = [inspect.getsource(module) for module in (gpt, layers, attention, rope, quantized_layers)]
     sources.append(Path(__file__).read_text("utf8"))
     kernels = library().stem if built() else "torch"
@@ -137,11 +137,11 @@ def package(model: GPT, rows: int) -> Path:
     return cache_folder() / "steps" / f"{model.config.name.replace('/', '-')}-{rows}-{digest}.pt2"
 
 
-def _route(layer: nn.Module) -> str:
+def _route(layer: nn.Module, dtype: torch.dtype) -> str:
     """Format and routes of a layer: other routes are another graph."""
     if not isinstance(layer, RowAwareLinear):
         return "plain"
-    return f"{layer.format} {routes_for(layer.device, layer.format)}"
+    return f"{layer.format} {routes_for(layer.device, layer.format, dtype)}"
 
 
 class _Step(nn.Module):

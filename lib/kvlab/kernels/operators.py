@@ -8,6 +8,9 @@ from torch import Tensor
 
 from kvlab.kernels.compiler import built, library
 
+#: What activations and wide weights may be.
+KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
 
 def enable() -> bool:
     """Load the compiled kernels if they are there.

@@ -113,11 +113,14 @@ class Quantized:
         Args:
             dtype: of the values; they are computed in float32.
         """
-        codes = unpack(self.codes, self.grid.bits).unflatten(-1, (self.scale.shape[-1], -1)).float()
+        codes = self.codes if self.grid.bits == 8 else unpack(self.codes, self.grid.bits)
+        values = codes.unflatten(-1, (self.scale.shape[-1], -1)).float()
         scale = self.scale.float()[..., None]
         if self.minimum is None:
-            return ((codes - (self.grid.top + 1)) * scale).flatten(-2).to(dtype)
-        return (codes * scale + self.minimum.float()[..., None]).flatten(-2).to(dtype)
+            values.sub_(self.grid.top + 1).mul_(scale)
+        else:
+            values.mul_(scale).add_(self.minimum.float()[..., None])
+        return values.flatten(-2).to(dtype)
 
     def widen(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "*rows columns"]:
         """:meth:`dequantize` as fast as this machine can; a value may differ in its last bit.

@@ -64,7 +64,10 @@ def measured(model: GPT) -> bool:
     Args:
         model: the decoder.
     """
-    return all(isinstance(layer, RowAwareLinear) and known(layer.device, layer.format) for _, layer in linears(model))
+    return all(
+        isinstance(layer, RowAwareLinear) and known(layer.device, layer.format, model.dtype)
+        for _, layer in linears(model)
+    )
 
 
 def put(model: GPT, codes: dict[str, Quantized], biases: dict[str, torch.Tensor] | None = None) -> GPT:

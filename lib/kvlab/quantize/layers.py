@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kvlab.kernels import code_linear, ready, wide_linear
+from kvlab.kernels import KERNEL_DTYPES, code_linear, ready, wide_linear
 from kvlab.packing import Quantized
 from kvlab.quantize.packed import PackedInt4, PackedInt8
-from kvlab.quantize.routes import Product, Routes, routes_for
+from kvlab.quantize.routes import RULE_OF_THUMB, Product, routes_for
 
 
 class RowAwareLinear(nn.Module):
@@ -34,8 +34,8 @@ class RowAwareLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.register_buffer("bias", bias)
-        self.routes: Routes | None = None
-        self._products: Mapping[str, Product] = {}
+        self._ready_for: torch.dtype | None = None
+        self._routes, self._products = RULE_OF_THUMB, dict[str, Product]()
 
     @property
     @abstractmethod
@@ -48,22 +48,26 @@ class RowAwareLinear(nn.Module):
         """What the weights are stored as, in a word: routes are measured for each format."""
 
     @abstractmethod
-    def products(self) -> Mapping[str, Product]:
-        """The ways that this layer has on its device, by name; each takes [rows, in] to [rows, out] without bias."""
+    def products(self, dtype: torch.dtype) -> dict[str, Product]:
+        """The ways that this layer has on its device, by name; each takes [rows, in] to [rows, out] without bias.
+
+        Args:
+            dtype: of the activations.
+        """
 
     def forward(self, x: Float[Tensor, "*rows in_features"]) -> Float[Tensor, "*rows out_features"]:
         """Multiply by the route that the number of rows calls for."""
         rows = x.reshape(-1, self.in_features)
-        if self.routes is None:
-            self.routes = routes_for(x.device, self.format)
-            self._products = self.products()
-        out = self._products[self.routes.choose(len(rows), self._products)](rows)
+        if self._ready_for != x.dtype:
+            self._routes, self._products = routes_for(x.device, self.format, x.dtype), self.products(x.dtype)
+            self._ready_for = x.dtype
+        out = self._products[self._routes.choose(len(rows), self._products)](rows)
         out = out if self.bias is None else out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Another device has other routes."""
-        self.routes = None
+        """Another device or dtype has other routes."""
+        self._ready_for = None
         return super()._apply(fn, recurse)
 
 
@@ -90,12 +94,17 @@ class WideLinear(RowAwareLinear):
         """The dtype of the weights."""
         return str(self.weight.dtype).removeprefix("torch.")
 
-    def products(self) -> Mapping[str, Product]:
-        """torch's product; widened to float32 first (a CPU without bfloat16 units); our kernel."""
-        ways: dict[str, Product] = {"torch": lambda x: F.linear(x, self.weight)}
-        if self.weight.device.type == "cpu":
-            ways["widened"] = lambda x: F.linear(x.float(), self.weight.float()).to(x.dtype)
-            if ready(self.in_features, 32) and self.weight.dtype != torch.float64:
+    def products(self, dtype: torch.dtype) -> dict[str, Product]:
+        """torch's product; on a CPU also widened to float32 first (it may have no units for 16 bits), and our kernel.
+
+        Args:
+            dtype: of the activations.
+        """
+        ways: dict[str, Product] = {"torch": lambda x: F.linear(x, self.weight.to(dtype))}
+        if self.device.type == "cpu" and {dtype, self.weight.dtype} <= KERNEL_DTYPES:
+            if self.weight.dtype != torch.float32:
+                ways["widened"] = lambda x: F.linear(x.float(), self.weight.float()).to(dtype)
+            if ready(self.in_features, 32):
                 ways["kernel"] = lambda x: wide_linear(x, self.weight)
         return ways
 
@@ -138,13 +147,17 @@ class LowBitLinear(RowAwareLinear):
         """Bits and group."""
         return f"int{self.grid.bits}-g{self.in_features // self.scale.shape[1]}"
 
-    def products(self) -> Mapping[str, Product]:
-        """Dequantize and multiply, on any device; torch's packed operators and our kernel on a CPU."""
+    def products(self, dtype: torch.dtype) -> dict[str, Product]:
+        """Dequantize and multiply, on any device; on a CPU also torch's packed operators and our kernel.
+
+        Args:
+            dtype: of the activations.
+        """
         ways: dict[str, Product] = {"dequantize": self._dequantized}
-        if self.codes.device.type == "cpu":
-            if kind := next((k for k in (PackedInt8, PackedInt4) if k.takes(self.quantized)), None):
+        if self.device.type == "cpu" and dtype in KERNEL_DTYPES:
+            if kind := next((k for k in (PackedInt8, PackedInt4) if k.takes(self.quantized, dtype)), None):
                 ways["packed"] = lambda x: self._packed_as(kind, x)
-            if ready(self.in_features, self.in_features // self.scale.shape[1]):
+            if self.grid.bits > 2 and ready(self.in_features, self.in_features // self.scale.shape[1]):
                 ways["kernel"] = lambda x: code_linear(x, self.codes, self.scale, self.minimum, self.grid.bits)
         return ways
 
@@ -161,7 +174,7 @@ class LowBitLinear(RowAwareLinear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Follow the model to another device. Codes and scales keep their dtype: they are what was rounded to."""
-        self._packed, self.routes = None, None
+        self._packed, self._ready_for = None, None
         for name, tensor in self._buffers.items():
             if tensor is not None:
                 moved = fn(tensor)

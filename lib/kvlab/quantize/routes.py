@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlab.devices import dtype_name
 from kvlab.kernels import built, enable, instruction_set, library
 from kvlab.store import cache_folder, publish, staging
 
@@ -46,28 +47,41 @@ class Routes:
 RULE_OF_THUMB = Routes(tuple((limit, name) for name, limit in _RULE))
 
 
-def known(device: torch.device, format: str) -> bool:
+def known(device: torch.device, format: str, dtype: torch.dtype) -> bool:
     """Whether crossovers were measured for a format.
 
     Args:
         device: where the layer is.
         format: of its weights.
+        dtype: of the activations.
     """
-    return routes_for(device, format) is not RULE_OF_THUMB
+    return routes_for(device, format, dtype) is not RULE_OF_THUMB
+
+
+def key(device: torch.device, format: str, dtype: torch.dtype) -> str:
+    """Under which name crossovers are kept: ``cpu/int8-g32/bfloat16``.
+
+    Args:
+        device: where the layer is.
+        format: of its weights.
+        dtype: of the activations.
+    """
+    return f"{device.type}/{format}/{dtype_name(dtype)}"
 
 
 @cache
-def routes_for(device: torch.device, format: str) -> Routes:
+def routes_for(device: torch.device, format: str, dtype: torch.dtype) -> Routes:
     """The crossovers that were measured on this machine, or a rule of thumb.
 
     Args:
         device: where the layer is.
         format: of its weights.
+        dtype: of the activations.
     """
     if device.type == "cpu":
         enable()
     try:
-        steps = json.loads(_file().read_text("utf8"))[f"{device.type}/{format}"]
+        steps = json.loads(_file().read_text("utf8"))[key(device, format, dtype)]
         return Routes(tuple((limit, str(name)) for limit, name in steps))
     except (OSError, ValueError, KeyError, TypeError):
         return RULE_OF_THUMB  # not measured, or by another version
@@ -92,7 +106,7 @@ def remember(found: Mapping[str, Routes]) -> Path:
     """Keep measured crossovers for the processes to come.
 
     Args:
-        found: by device type and format, ``cpu/int8-g32``.
+        found: by :func:`key`.
     """
     target = _file()
     known: dict[str, Any] = {}
@@ -109,5 +123,5 @@ def remember(found: Mapping[str, Routes]) -> Path:
 
 def _file() -> Path:
     """One file for each torch, instruction set, number of threads, and presence of the"""
-    key = f"{torch.__version__}-{instruction_set()}-{torch.get_num_threads()}"
-    return cache_folder() / "routes" / f"{key}-{library().stem if built() else 'torch'}.json"
+    name = f"{torch.__version__}-{instruction_set()}-{torch.get_num_threads()}"
+    return cache_folder() / "routes" / f"{name}-{library().stem if built() else 'torch'}.json"
