@@ -211,9 +211,8 @@ template <class F> inline void prefetch(const uint8_t* p) {
 
 // N rows of weights times R rows of activations: N * R dot products, a vector of partial sums for each.
 //
-  const int64_t tile_bytes = N * w.bytes;
-  const int64_t ahead = (AHEAD + tile_bytes - 1) / tile_bytes * tile_bytes;  // whole tiles
-// a group instead of with each weight, and the minima with sums of x that all rows of weights share.
+// sum(w * x) over a group is scale * sum(code * x) + minimum * sum(x). So the scale multiplies a partial sum, once a
+// group instead of once a weight, and the minimum a sum of x that all rows of weights share.
 template <class F, int N, int R> inline void tile(const Rows& w, const Input& x, int64_t row, const Output& y) {
   const int64_t groups = F::CODES ? x.groups : 1, blocks = x.columns / BLOCK / groups;
   const int64_t tile_bytes = N * w.bytes, ahead = (AHEAD + tile_bytes - 1) / tile_bytes * tile_bytes;  // whole tiles
