@@ -21,7 +21,7 @@ from kvlab.cache import ContiguousCache, KVCache, make_cache
 from kvlab.errors import DeviceError
 from kvlab.generation import CompiledDecode, decode, prefill
 from kvlab.kernels import built
-from kvlab.measure import Calibrator, Case, profile
+from kvlab.measure import Case, calibrate, profile
 from kvlab.model import GPT
 from kvlab.quantize import row_aware
 from kvlab.timing import Clock, repeat
@@ -173,35 +173,18 @@ def run_cases(make: Callable[[], Engine], cases: Sequence[Figures], clock: Clock
     return found | {"note": engine.note}
 
 
-class Device:
+def device(dtypes: Sequence[str], clock: Clock, cube: int = 2048) -> Figures:
     """The device itself: the calibration of the cost model, and the product that utilisation is measured against.
 
     Args:
         dtypes: names of the dtypes that models run in.
+        clock: what time is.
         cube: rows and columns of the product.
     """
-
-    def __init__(self, dtypes: Sequence[str], cube: int = 2048) -> None:
-        self._calibrator = Calibrator(torch.device("cpu"), [getattr(torch, name) for name in dtypes])
-        self._factors = torch.ones(2, cube, cube, dtype=torch.bfloat16)
-
-    def round(self, clock: Clock) -> Figures:
-        """Measure once more; everything before counts in the calibration, which holds medians.
-
-        Args:
-            clock: what time is.
-        """
-        self._calibrator.round()
-        a, b = self._factors
-        took = repeat(lambda: torch.mm(a, b), clock, repeats=5)
-        hardware = self._calibrator.result()
-        assert hardware.calibration is not None
-        read = hardware.calibration.read_bandwidth
-        return {
-            "matmul_flops": 2 * len(a) ** 3 / took.median,
-            "read_bandwidth": [[size, rate] for size, rate in zip(read.x, read.y, strict=True)],
-            "hardware": hardware.to_json(),
-        }
+    hardware = calibrate(torch.device("cpu"), [getattr(torch, name) for name in dtypes], rounds=2)
+    a, b = torch.ones(2, cube, cube, dtype=torch.bfloat16)
+    took = repeat(lambda: torch.mm(a, b), clock, repeats=5)
+    return {"matmul_flops": 2 * cube**3 / took.median, "hardware": hardware.to_json()}
 
 
 def attention_share(model: GPT, prompt: int) -> Figures:
@@ -223,8 +206,7 @@ def ready(job: Figures, clock: Clock) -> Callable[[], Figures]:
         clock: what time is.
     """
     if job["contender"] == "device":
-        device = Device(job["dtypes"])
-        return lambda: device.round(clock)
+        return lambda: device(job["dtypes"], clock)
     if job["contender"] == "profile":
         model = Kvlab(job["model"], job["load"]).model
         return lambda: {"profiles": [attention_share(model, prompt) for prompt in job["prompts"]]}

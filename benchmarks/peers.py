@@ -20,6 +20,7 @@ from processes import Contender, LlamaCpp, PeerError, Worker, foreign_cpu_second
 from rounds import TRANSFORMERS, Case, Figures, Rates, Ratio, cases_of, goals, medians, rates, ratio
 
 from kvlab.cost import Format, Hardware, flops, middle_step, predict, prefill_pass, step_bytes
+from kvlab.errors import ConfigError
 
 HERE = Path(__file__).resolve().parent
 #: kvlab's contenders: the arguments of ``kvlab.load``, and the weights as the cost model names them.
@@ -48,13 +49,13 @@ def contenders(options: argparse.Namespace, cases: Sequence[Case], folder: Path,
     environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     common = {"threads": threads, "cases": [asdict(case) for case in cases]}
 
-    def ours(name: str, *, stays: bool = False, **job: Any) -> Worker:
+    def ours(name: str, **job: Any) -> Worker:
         command = [sys.executable, str(HERE / "contenders.py"), json.dumps({**job, **common})]
-        return Worker(name, command, environment, logs, stays=stays)
+        return Worker(name, command, environment, logs)
 
     dtypes = sorted({FORMATS[name][0]["dtype"] for name in options.formats})
     found: list[Contender] = [
-        ours("device", contender="device", dtypes=dtypes, stays=True),
+        ours("device", contender="device", dtypes=dtypes),
         ours(TRANSFORMERS[0], contender="transformers", folder=str(folder), static=False),
         ours(TRANSFORMERS[1], contender="transformers", folder=str(folder), static=True),
     ]
@@ -136,6 +137,15 @@ def run(everybody: Sequence[Contender], rounds: int) -> tuple[dict[str, list[Fig
     return answers, failed
 
 
+def fastest(device: Sequence[Figures]) -> Hardware:
+    """The calibration of the round in which memory was the fastest: a neighbour only ever makes it slower.
+
+    Args:
+        device: its rounds.
+    """
+    return max((Hardware.from_json(one["hardware"]) for one in device), key=lambda hardware: hardware.bandwidth)
+
+
 def limits(
     config: Mapping[str, Any], cases: Sequence[Case], answers: Mapping[str, Sequence[Figures]]
 ) -> tuple[list[Ratio], Figures]:
@@ -149,13 +159,13 @@ def limits(
     device, ours = answers.get("device"), answers.get("kvlab bfloat16")
     if not device:
         return [], {}
-    hardware = Hardware.from_json(device[-1]["hardware"])
+    hardware = fastest(device)
     assert hardware.calibration is not None
     read = hardware.calibration.read_bandwidth
     step = next(case for case in cases if case.new > 1 and case.batch == 1)
     (row,) = middle_step(step.prompt, step.new)
     needed = step_bytes(config, row.past)
-    matmul = median(one["matmul_flops"] for one in device)
+    matmul = max(one["matmul_flops"] for one in device)
     facts = {
         "step_bytes": needed,
         "read_bandwidth": {str(int(size)): rate for size, rate in zip(read.x, read.y, strict=True)},
@@ -219,7 +229,7 @@ def parts(
 
 
 def predictions(
-    config: Mapping[str, Any], cases: Sequence[Case], formats: Sequence[str], hardware: Mapping[str, Any]
+    config: Mapping[str, Any], cases: Sequence[Case], formats: Sequence[str], device: Hardware
 ) -> dict[str, Rates]:
     """What the cost model foresees for kvlab on the device, in tokens per second.
 
@@ -227,24 +237,19 @@ def predictions(
         config: the model's Hub config.
         cases: that were run.
         formats: of kvlab's contenders.
-        hardware: the calibrated device.
+        device: calibrated.
     """
-    device = Hardware.from_json(hardware)
     found: dict[str, Rates] = {}
     for name in formats:
         load, weights = FORMATS[name]
         took = {}
-        for case in cases:
-            one = predict(
-                config,
-                device,
-                prompt_tokens=case.prompt,
-                new_tokens=case.new,
-                batch=case.batch,
-                dtype=load["dtype"],
-                weights=weights,
-            )
-            took[case.name] = {"ttft_s": one.ttft, "tpot_s": one.tpot, "e2e_s": one.e2e}
+        try:
+            for case in cases:
+                size = {"prompt_tokens": case.prompt, "new_tokens": case.new, "batch": case.batch}
+                one = predict(config, device, **size, dtype=load["dtype"], weights=weights)
+                took[case.name] = {"ttft_s": one.ttft, "tpot_s": one.tpot, "e2e_s": one.e2e}
+        except ConfigError as failure:
+            tell(f"no prediction for {name}: {failure}")
         found[f"kvlab {name}"] = rates(cases, took)
     return found
 
@@ -381,7 +386,7 @@ def compare(options: argparse.Namespace, scratch: Path) -> None:
         facts["parts"] = parts(options, config, cases, scratch, facts["matmul_2048_flops"])
     foreseen = {}
     if "device" in answers:
-        foreseen = predictions(config, cases, options.formats, answers["device"][-1]["hardware"])
+        foreseen = predictions(config, cases, options.formats, fastest(answers["device"]))
     result = {
         "suite": "peers",
         **provenance(torch.device("cpu")),
@@ -462,11 +467,12 @@ def show(result: Mapping[str, Any]) -> None:
             )
     if facts.get("noise"):
         console.print(f"noise floor of the device: the same measurement twice differs by {facts['noise']:.1%} (median)")
-    for name, one in result["contenders"].items():
-        busy = max(raw["foreign_cpu_s"] for raw in one["raw"])
+    raws = {name: one["raw"] for name, one in result["contenders"].items()} | {"device": result["device_rounds"]}
+    for name, raw in raws.items():
+        busy = max((one["foreign_cpu_s"] for one in raw), default=0.0)
         if busy > DISTURBED:
             console.print(f"{name} was disturbed: others took up to {busy:.1f} s of CPU time during one of its rounds")
-        notes = {raw["note"] for raw in one["raw"] if raw.get("note")}
+        notes = {one["note"] for one in raw if one.get("note")}
         if notes:
             console.print(f"{name}: {'; '.join(sorted(notes))}", markup=False)
     for name, command in result["commands"].items():

@@ -132,10 +132,9 @@ class LlamaCpp:
         Raises:
             PeerError: a program is missing or fails.
         """
-        found: Figures = {
-            "cases": {},
-            "versions": {"llama.cpp": self._run(self._version).strip().split("\n")[0].removeprefix("version: ")},
-        }
+        said = self._run(self._version) + self._log.read_text("utf8")
+        version = said.strip().split("\n")[0].removeprefix("version: ")
+        found: Figures = {"cases": {}, "versions": {"llama.cpp": version}}
         for case in self._cases:
             command = self._commands[case.name]
             if case.batch > 1 and not Path(command[0]).is_file():
