@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 import kvlab
-from kvlab.cli.app import app
-from kvlab.cli.measure import _teller as teller
+from kvlab.cli.app import app, teller
 
 
 @app.command()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import kvlab
-from kvlab.cli.app import app
+from kvlab.cli.app import app, compiled_step
 
 if TYPE_CHECKING:
-    from kvlab.generation import CompiledDecode, Generation, Sampling
+    from kvlab.generation import Generation, Sampling
     from kvlab.weights import LoadedModel
 
 
@@ -78,19 +78,8 @@ def _start(
     ids: Any = loaded.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
     return kvlab.generate(
         loaded, ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, sampling=sampling, cache=kv,
-        compiled=_compiled(loaded) if kv == "contiguous" else None,
+        compiled=compiled_step(loaded, 1) if kv == "contiguous" else None,
     )  # fmt: skip
-
-
-def _compiled(loaded: LoadedModel) -> CompiledDecode | None:
-    """The compiled step of this model, warmed up before the clock of the answer starts; None if there is none."""
-    from kvlab.generation import CompiledDecode, package
-    from kvlab.quantize import row_aware
-
-    if loaded.model.device.type != "cpu":
-        return None
-    wide = row_aware(loaded.model)
-    return CompiledDecode(wide, 1) if package(wide, 1).exists() else None
 
 
 def _stream(generation: Generation, quiet: bool) -> None:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import kvlab
-from kvlab.cli.app import app
+from kvlab.cli.app import app, compiled_step, teller
 from kvlab.errors import MeasureError, one_line
 
 if TYPE_CHECKING:
     from kvlab.cost import Hardware
+    from kvlab.generation import CompiledDecode
+    from kvlab.weights import LoadedModel
 
 _DEVICE = typer.Option(help="`auto`, `cpu`, `cuda`, `cuda:1`, `mps`.")
 
@@ -40,7 +42,7 @@ def calibrate(
     """
     from kvlab.measure import calibrate as measured
 
-    hardware = measured(_pick(device), rounds=rounds, report=_teller())
+    hardware = measured(_pick(device), rounds=rounds, report=teller())
     print(json.dumps(hardware.to_json())) if as_json else _print_hardware(hardware)
 
 
@@ -48,7 +50,11 @@ def calibrate(
 def bench(
     model: Annotated[str, typer.Option(help="As for `kvlab generate`.")] = "smollm2",
     weights: Annotated[
-        str, typer.Option(help="What the weights are held and multiplied in: `auto`, `float32`, `bfloat16`, `float16`.")
+        str,
+        typer.Option(
+            help="What the weights are held in: `auto`, `float32`, `bfloat16`, `float16`, or codes: `int8`, `int4`, "
+            "`stored` (a GGUF file's own). Codes use the step of `kvlab compile` where there is one."
+        ),
     ] = "auto",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 33,
@@ -80,12 +86,23 @@ def bench(
     from kvlab.measure import bench as measure
     from kvlab.measure import report as reported
 
-    case, tell = Case(prompt_tokens, new_tokens, batch), _teller()
-    loaded = kvlab.load(model, device=device, dtype=weights)
+    case, tell = Case(prompt_tokens, new_tokens, batch), teller()
+    loaded, compiled = _loaded(model, weights, device, batch)
     hardware = _read_hardware(calibration) if calibration else _calibrated(loaded.model, tell)
     tell(f"{batch} x {prompt_tokens} prompt tokens, {new_tokens} new tokens, {repeats} times")
-    found = reported(loaded.model, loaded.name, measure(loaded.model, case, repeats=repeats), hardware)
+    found = reported(
+        loaded.model, loaded.name, measure(loaded.model, case, repeats=repeats, compiled=compiled), hardware
+    )
     print(json.dumps(found)) if as_json else _print_bench(found)
+
+
+def _loaded(model: str, weights: str, device: str, batch: int) -> tuple[LoadedModel, CompiledDecode | None]:
+    from kvlab.weights import WEIGHTS
+
+    if weights not in WEIGHTS:
+        return kvlab.load(model, device=device, dtype=weights), None
+    loaded = kvlab.load(model, device=device, weights=weights)  # type: ignore[arg-type]
+    return loaded, compiled_step(loaded, batch)
 
 
 def _run_suite(suite: str, model: str, device: str, out: Path | None, as_json: bool) -> None:
@@ -98,7 +115,7 @@ def _run_suite(suite: str, model: str, device: str, out: Path | None, as_json: b
     from kvlab.measure import Calibrator
     from kvlab.measure.suite import device_suite, write_result
 
-    result = device_suite(model, calibrator=Calibrator(_pick(device)), tell=_teller())
+    result = device_suite(model, calibrator=Calibrator(_pick(device)), tell=teller())
     if out is not None:
         write_result(result, out)
     print(json.dumps(result)) if as_json else _print_suite(result)
@@ -125,13 +142,6 @@ def _read_hardware(path: Path) -> Hardware:
         raise MeasureError(
             f"{path} is not a calibration ({one_line(failure)}); write one with: kvlab calibrate --json > {path.name}"
         ) from None
-
-
-def _teller() -> Callable[[str], None]:
-    """Progress on standard error, so that ``--json`` stays clean; in a terminal one line that overwrites itself."""
-    if not sys.stderr.isatty():
-        return lambda line: print(line, file=sys.stderr)
-    return lambda line: print(f"\r\x1b[K{line}", end="" if line else "\n", file=sys.stderr, flush=True)
 
 
 def _print_hardware(hardware: Hardware) -> None:
@@ -176,7 +186,13 @@ def _print_bench(found: dict[str, Any]) -> None:
     )
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    for name in ("measured", "predicted", "off", "tokens/s", "of the peak"):
+    for name in (
+        "measured",
+        "limit" if found["predicted_by"] == "limit" else "predicted",
+        "off",
+        "tokens/s",
+        "of the peak",
+    ):
         table.add_column(name, justify="right")
     for name, figure, speed, share in (
         ("[#D55E00]TTFT[/] (prefill)", "ttft_s", "prefill_tok_s", "mfu"),

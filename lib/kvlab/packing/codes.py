@@ -136,10 +136,15 @@ class Quantized:
         return wide.view(*self.codes.shape[:-1], self.columns).to(dtype)
 
 
-def _smallest(dtype: torch.dtype) -> float:
-    """The smallest positive number of a dtype: a scale that underflows to zero would divide by zero."""
-    info = torch.finfo(dtype)
-    return info.smallest_normal * info.eps
+#: Integers as wide as a floating point number: one more is the next number away from zero.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _at_most(values: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """Values in another dtype, rounded down."""
+    kept = values.to(dtype)
+    bits = kept.view(_BITS[dtype.itemsize])
+    return torch.where(kept.float() > values, torch.where(kept > 0, bits - 1, bits + 1).view(dtype), kept)
 
 
 def quantize(
@@ -164,13 +169,13 @@ def quantize(
     if not torch.isfinite(values).all():
         raise ConfigError(f"{name} holds NaN or infinity; nothing finite can stand for it")
     groups = values.float().unflatten(-1, (-1, grid.group_of(values.shape[-1], name)))
-    low = groups.amin(-1, keepdim=True) if not grid.symmetric else None
-    minimum = None if low is None else low.to(scale_dtype)
-    # Counted from the minimum that is kept, so that its own rounding is not added to that of the codes.
+    # The minimum is rounded down and the scale up: no value lies outside the grid, so none is off by more than half a
+    # step, however coarse the dtype of scales is at their magnitude.
+    minimum = None if grid.symmetric else _at_most(groups.amin(-1, keepdim=True), scale_dtype)
     shifted = groups if minimum is None else groups - minimum.float()
     reach = shifted.abs().amax(-1, keepdim=True)
     # A scale of zero would divide by zero; any other leaves the code of an empty range at zero.
-    scale = torch.where(reach > 0, reach / grid.top, 1.0).to(scale_dtype).clamp(min=_smallest(scale_dtype))
+    scale = -_at_most(-torch.where(reach > 0, reach / grid.top, 1.0), scale_dtype)
     if not torch.isfinite(scale).all():
         raise ConfigError(f"{name} reaches {reach.max().item():.3g}, more than scales in {scale_dtype} can stand for")
     codes = (shifted / scale.float()).round().clamp(-grid.top if minimum is None else 0, grid.top)

@@ -102,6 +102,15 @@ def linears(model: GPT) -> Iterator[tuple[str, nn.Linear | RowAwareLinear]]:
             yield name, layer
 
 
+def is_quantized(model: GPT) -> bool:
+    """Whether some layer of a model holds codes.
+
+    Args:
+        model: the decoder.
+    """
+    return any(isinstance(layer, LowBitLinear) for _, layer in linears(model))
+
+
 def weight_storage_bytes(model: nn.Module) -> int:
     """Bytes of a model's weights as they are held: parameters and buffers, each storage once, tables of RoPE left out.
 

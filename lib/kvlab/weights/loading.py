@@ -12,7 +12,7 @@ from kvlab.config import ModelConfig
 from kvlab.devices import pick_device, pick_dtype
 from kvlab.errors import ConfigError, WeightsError
 from kvlab.model import GPT
-from kvlab.quantize import Int4, Int8, LowBitLinear, linears, quantize
+from kvlab.quantize import Int4, Int8, is_quantized, quantize
 from kvlab.store import cache_folder
 from kvlab.weights.codes import quantization_of, read_quantized, write_quantized
 from kvlab.weights.folder import read_config, read_model, write_folder
@@ -22,6 +22,8 @@ from kvlab.weights.routes import Found, find, find_stored
 from kvlab.weights.tokenizer import Tokenizer, read_tokenizer
 
 Weights = Literal["stored", "int8", "int4"]
+#: What ``load`` takes for ``weights``.
+WEIGHTS: tuple[str, ...] = get_args(Weights)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class LoadedModel:
             ConfigError: the family is GPT-2, for which kvlab has no writer.
         """
         rules, settings = self.tokenizer.rules.to_str(), self.tokenizer.settings()
-        if any(isinstance(layer, LowBitLinear) for _, layer in linears(self.model)):
+        if is_quantized(self.model):
             return write_quantized(Path(folder), self.config, self.model, rules, settings)
         tensors = to_hf(self.config, self.model.state_dict())
         return write_folder(Path(folder), self.config, tensors.items(), rules, settings)
@@ -94,8 +96,8 @@ def load(
     """
     place = pick_device(None if device is None else str(device))
     kind = pick_dtype(place, None if dtype is None else str(dtype).removeprefix("torch."))
-    if weights not in (None, *get_args(Weights)):
-        raise ConfigError(f"weights is {weights!r}; it may be {', '.join(get_args(Weights))}")
+    if weights not in (None, *WEIGHTS):
+        raise ConfigError(f"weights is {weights!r}; it may be {', '.join(WEIGHTS)}, or None")
     found = find_stored(name_or_path, progress) if weights == "stored" else find(name_or_path, progress)
     try:
         loaded = _read(found, place, kind)
