@@ -24,6 +24,12 @@ def enable() -> bool:
     # Shapes of the results, for torch.export.
     torch.library.register_fake("kvlab::wide_linear", lambda x, weight: x.new_empty(len(x), len(weight)))
     torch.library.register_fake("kvlab::code_linear", lambda x, codes, *_: x.new_empty(len(x), len(codes)))
+    torch.library.register_fake(
+        "kvlab::code_unpack",
+        lambda codes, scale, minimum, bits: scale.new_empty(
+            len(codes), codes.shape[1] * 8 // bits, dtype=torch.float32
+        ),
+    )
     return True
 
 

@@ -175,7 +175,8 @@ def quantize(
     shifted = groups if minimum is None else groups - minimum.float()
     reach = shifted.abs().amax(-1, keepdim=True)
     # A scale of zero would divide by zero; any other leaves the code of an empty range at zero.
-    scale = -_at_most(-torch.where(reach > 0, reach / grid.top, 1.0), scale_dtype)
+    exact = torch.where(reach > 0, (reach / grid.top).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    scale = -_at_most(-exact, scale_dtype)
     if not torch.isfinite(scale).all():
         raise ConfigError(f"{name} reaches {reach.max().item():.3g}, more than scales in {scale_dtype} can stand for")
     codes = (shifted / scale.float()).round().clamp(-grid.top if minimum is None else 0, grid.top)
