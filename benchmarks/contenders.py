@@ -152,20 +152,20 @@ def measure(engine: Engine, prompts: Tensor, new: int, clock: Clock) -> Figures:
     return {"ttft_s": first - start, "tpot_s": tpot, "e2e_s": last - start}
 
 
-def run_cases(make: Callable[[], Engine], cases: Sequence[Figures], clock: Clock) -> Figures:
+def run_cases(make: Callable[[], Engine], job: Figures, clock: Clock) -> Figures:
     """Load an engine and measure every case, each warmed up by a short run of itself.
 
     Args:
         make: loads it.
-        cases: name, prompt, new, batch.
+        job: its ``cases`` (name, prompt, new, batch) and the ``vocab`` of the model.
         clock: what time is.
     """
     start = clock.now()
     engine = make()
     found: Figures = {"load_s": clock.now() - start, "cases": {}}
     dice = torch.Generator().manual_seed(0)
-    for case in cases:
-        prompts = torch.randint(40_000, (case["batch"], case["prompt"]), generator=dice)
+    for case in job["cases"]:
+        prompts = torch.randint(job["vocab"], (case["batch"], case["prompt"]), generator=dice)
         begun = clock.now()
         measure(engine, prompts, min(case["new"], _WARM_UP), clock)
         found.setdefault("first_call_s", clock.now() - begun)
@@ -212,10 +212,10 @@ def ready(job: Figures, clock: Clock) -> Callable[[], Figures]:
         return lambda: {"profiles": [attention_share(model, prompt) for prompt in job["prompts"]]}
     if job["contender"] == "transformers":
         return lambda: (
-            run_cases(lambda: Transformers(job["folder"], job["static"]), job["cases"], clock)
+            run_cases(lambda: Transformers(job["folder"], job["static"]), job, clock)
             | {"versions": {"transformers": version("transformers"), "torch": torch.__version__}}
         )
-    return lambda: run_cases(lambda: Kvlab(job["model"], job["load"]), job["cases"], clock)
+    return lambda: run_cases(lambda: Kvlab(job["model"], job["load"]), job, clock)
 
 
 def main() -> None:

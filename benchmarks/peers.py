@@ -47,7 +47,8 @@ def contenders(options: argparse.Namespace, cases: Sequence[Case], folder: Path,
     """
     threads = options.threads
     environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    common = {"threads": threads, "cases": [asdict(case) for case in cases]}
+    vocab = json.loads((folder / "config.json").read_text("utf8"))["vocab_size"]
+    common = {"threads": threads, "vocab": vocab, "cases": [asdict(case) for case in cases]}
 
     def ours(name: str, **job: Any) -> Worker:
         command = [sys.executable, str(HERE / "contenders.py"), json.dumps({**job, **common})]
@@ -74,7 +75,7 @@ def vllm(python: Path, folder: Path, common: Mapping[str, Any], environment: Map
     Args:
         python: interpreter of its environment.
         folder: the model.
-        common: threads and cases.
+        common: threads, vocab and cases.
         environment: on top of ours.
         logs: folder for what it prints.
     """
@@ -83,6 +84,7 @@ def vllm(python: Path, folder: Path, common: Mapping[str, Any], environment: Map
         "folder": str(folder),
         "max_len": max(case["prompt"] + case["new"] for case in cases),
         "batch": max(case["batch"] for case in cases),
+        "vocab": common["vocab"],
         "cases": cases,
     }
     settings = {
@@ -245,8 +247,15 @@ def predictions(
         took = {}
         try:
             for case in cases:
-                size = {"prompt_tokens": case.prompt, "new_tokens": case.new, "batch": case.batch}
-                one = predict(config, device, **size, dtype=load["dtype"], weights=weights)
+                one = predict(
+                    config,
+                    device,
+                    prompt_tokens=case.prompt,
+                    new_tokens=case.new,
+                    batch=case.batch,
+                    dtype=load["dtype"],
+                    weights=weights,
+                )
                 took[case.name] = {"ttft_s": one.ttft, "tpot_s": one.tpot, "e2e_s": one.e2e}
         except ConfigError as failure:
             tell(f"no prediction for {name}: {failure}")

@@ -21,7 +21,7 @@ class Engine:
     """vLLM's offline engine, stepped by hand, so that the moment of each token is known.
 
     Args:
-        job: ``folder`` of the model, ``max_len`` of a request, and ``batch``.
+        job: ``folder`` and ``vocab`` of the model, ``max_len`` of a request, and ``batch``.
     """
 
     def __init__(self, job: Figures) -> None:
@@ -34,7 +34,7 @@ class Engine:
             max_num_seqs=job["batch"],
             enable_prefix_caching=False,
         ).llm_engine
-        self._ids, self._dice = count(), Random(0)
+        self._ids, self._dice, self._vocab = count(), Random(0), job["vocab"]
 
     def measure(self, case: Figures) -> Figures:
         """Answer equal requests, all sent at once, and say what it took.
@@ -46,7 +46,7 @@ class Engine:
 
         rows, new = case["batch"], case["new"]
         greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        prompts = [[self._dice.randrange(40_000) for _ in range(case["prompt"])] for _ in range(rows)]
+        prompts = [[self._dice.randrange(self._vocab) for _ in range(case["prompt"])] for _ in range(rows)]
         have: dict[str, int] = {}
         start = perf_counter()
         for prompt in prompts:
