@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from jaxtyping import install_import_hook
 
 # Before anything imports the library: the hook decorates modules as they are loaded.
-for _module in ("kvlab.cache", "kvlab.model", "kvlab.generation", "kvlab.weights"):
+for _module in (
+    "kvlab.packing", "kvlab.kernels", "kvlab.cache", "kvlab.model", "kvlab.quantize", "kvlab.generation",
+    "kvlab.weights", "kvlab.evaluate",
+):  # fmt: skip
     install_import_hook(_module, "beartype.beartype")
 
 import torch  # noqa: E402
 
 from gpu_line import MISSED, gpu_line  # noqa: E402
+from kvlab import kernels  # noqa: E402
 from kvlab.config import ModelConfig  # noqa: E402
 from kvlab.model import GPT  # noqa: E402
 from toys import random_gpt, small_config  # noqa: E402
@@ -32,6 +37,17 @@ def model(config: ModelConfig) -> GPT:
 @pytest.fixture
 def make_model() -> Callable[..., GPT]:
     return lambda dtype=torch.float64, seed=0, **changes: random_gpt(small_config(**changes), dtype, seed)
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the kernels, compiled once and loaded. A machine without a compiler fails here, and says so."""
+    folder = tmp_path_factory.mktemp("kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVLAB_CACHE", str(folder))
+        kernels.build()
+        kernels.enable()
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

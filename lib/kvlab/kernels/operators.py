@@ -22,8 +22,8 @@ def enable() -> bool:
         return enabled()
     torch.ops.load_library(str(library()))
     # Shapes of the results, for torch.export.
-    torch.library.register_fake("kvlab::wide_linear", lambda x, weight: x.new_empty(len(x), len(weight)))
-    torch.library.register_fake("kvlab::code_linear", lambda x, codes, *_: x.new_empty(len(x), len(codes)))
+    torch.library.register_fake("kvlab::wide_linear", _product)
+    torch.library.register_fake("kvlab::code_linear", lambda x, codes, *_: _product(x, codes))
     torch.library.register_fake(
         "kvlab::code_unpack",
         lambda codes, scale, minimum, bits: scale.new_empty(
@@ -31,6 +31,12 @@ def enable() -> bool:
         ),
     )
     return True
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """A product without its numbers."""
+    torch._check(x.device == weight.device, lambda: f"x is on {x.device}, the weights are on {weight.device}")
+    return x.new_empty(len(x), len(weight))
 
 
 def enabled() -> bool:
