@@ -41,7 +41,7 @@ def make_model() -> Callable[..., GPT]:
 
 @pytest.fixture(scope="session")
 def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the kernels, compiled once and loaded. A machine without a compiler fails here, and says so."""
+    """A cache folder with the kernels, compiled once and loaded. Without a compiler this fails, and says so."""
     folder = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVLAB_CACHE", str(folder))

@@ -42,9 +42,9 @@ class QuantizedStep(Step):
     n_keys: int
     cold: tuple[int, ...]
     cold_after: tuple[int, ...]
-    exact: tuple[Int[Tensor, "tokens"], ...]
-    new: tuple[Int[Tensor, "tokens"], ...]
-    kept: tuple[Int[Tensor, "tokens"], ...]
+    exact: tuple[Int[Tensor, "exact"], ...]
+    new: tuple[Int[Tensor, "new"], ...]
+    kept: tuple[Int[Tensor, "kept"], ...]
     tails: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
