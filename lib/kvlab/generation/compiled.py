@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from kvlab.cache import ContiguousCache, NoCache, Step, View, Visibility, visible
 from kvlab.cache.contiguous import ContiguousStep, write
 from kvlab.devices import dtype_name
-from kvlab.errors import CacheFull, ConfigError, DeviceError, one_line
+from kvlab.errors import CacheFull, ConfigError, DeviceError, PromptError, one_line
 from kvlab.kernels import built, instruction_set, library
 from kvlab.model import GPT, attention, gpt, layers, rope
 from kvlab.quantize import RowAwareLinear, linears
 from kvlab.quantize import layers as quantized_layers
-from kvlab.quantize.routes import routes_for
 from kvlab.store import cache_folder, publish, staging
 
 #: Attention reads whole buckets of keys, the last one partly empty and hidden by the mask.
@@ -49,7 +48,7 @@ class CompiledDecode:
         path = package(model, rows)
         if not path.exists():
             raise DeviceError(f"no step of {rows} row(s) is compiled for {model.config.name}; run: kvlab compile")
-        self.rows = rows
+        self.rows, self._config, self._dtype = rows, model.config, model.dtype
         self._run = torch._inductor.aoti_load_package(str(path))
         step = _Step(model, rows)
         state: dict[str, Tensor] = {**dict(step.named_parameters(remove_duplicate=False))}
@@ -66,12 +65,10 @@ class CompiledDecode:
 
         Raises:
             CacheFull: a row has no slot left.
-            ConfigError: the cache has another number of rows.
+            PromptError: a row has come to the end of the model's context.
+            ConfigError: the cache has another number of rows, another shape or another dtype.
         """
-        if cache.batch != self.rows:
-            raise ConfigError(f"the step was compiled for {self.rows} row(s), the cache has {cache.batch}")
-        if cache.tokens_seen >= cache.max_len:
-            raise CacheFull(f"all {cache.max_len} slots are taken; make a longer cache")
+        self._require_fit(cache)
         positions = torch.tensor(cache.rows_seen)[:, None]
         held = min(-(-(cache.tokens_seen + 1) // BUCKET) * BUCKET, cache.max_len)
         layers_ = [cache.storage[side, layer] for layer in range(cache.config.n_layer) for side in (0, 1)]
@@ -79,6 +76,24 @@ class CompiledDecode:
             logits = self._run(tokens[:, None], positions, torch.arange(held), layers_)
         cache.rows_seen = [seen + 1 for seen in cache.rows_seen]
         return logits
+
+    def _require_fit(self, cache: ContiguousCache) -> None:
+        """Compiled code checks nothing: it would read beyond the end of whatever it is given."""
+        if cache.batch != self.rows:
+            raise ConfigError(f"the step was compiled for {self.rows} row(s), the cache has {cache.batch}")
+        if replace(cache.config, name="") != replace(self._config, name="") or cache.dtype != self._dtype:
+            shape = cache.config.name if cache.dtype != self._dtype else "another shape,"
+            raise ConfigError(
+                f"the step was compiled for {self._config.name} in {dtype_name(self._dtype)}, "
+                f"the cache is for {shape} in {dtype_name(cache.dtype)}; make one from the model's config and dtype"
+            )
+        if cache.tokens_seen >= cache.max_len:
+            raise CacheFull(f"all {cache.max_len} slots are taken; make a longer cache")
+        if cache.tokens_seen >= self._config.max_seq_len:
+            raise PromptError(
+                f"{cache.tokens_seen + 1} tokens are more than the context of {self._config.name}, "
+                f"{self._config.max_seq_len}"
+            )
 
 
 def compile_step(model: GPT, rows: int = 1) -> Path:
@@ -127,7 +142,8 @@ def package(model: GPT, rows: int) -> Path:
         model: the decoder.
         rows: of the batch.
     """
-    layers_ = [f"{name} {_route(layer, model.dtype)}" for name, layer in linears(model)]
+    layers_ = [f"{name} {_route(layer, rows, model.dtype)}" for name, layer in linears(model)]
+    layers_ += [f"{name} {held.dtype} {tuple(held.shape)}" for name, held in model.state_dict().items()]
     sources = [inspect.getsource(module) for module in (gpt, layers, attention, rope, quantized_layers)]
     sources.append(Path(__file__).read_text("utf8"))
     kernels = library().stem if built() else "torch"
@@ -137,11 +153,11 @@ def package(model: GPT, rows: int) -> Path:
     return cache_folder() / "steps" / f"{model.config.name.replace('/', '-')}-{rows}-{digest}.pt2"
 
 
-def _route(layer: nn.Module, dtype: torch.dtype) -> str:
-    """Format and routes of a layer: other routes are another graph."""
+def _route(layer: nn.Module, rows: int, dtype: torch.dtype) -> str:
+    """Format of a layer and the product that it takes: another product is another graph."""
     if not isinstance(layer, RowAwareLinear):
         return "plain"
-    return f"{layer.format} {routes_for(layer.device, layer.format, dtype)}"
+    return f"{layer.format} {layer.route(rows, dtype)}"
 
 
 class _Step(nn.Module):

@@ -55,13 +55,24 @@ class RowAwareLinear(nn.Module):
             dtype: of the activations.
         """
 
+    def route(self, rows: int, dtype: torch.dtype) -> str:
+        """The name of the product for a number of rows.
+
+        Args:
+            rows: of the activations.
+            dtype: of the activations.
+        """
+        if self._ready_for != dtype:
+            self._routes, self._products = routes_for(self.device, self.format, dtype), self.products(dtype)
+            self._ready_for = dtype
+        return self._routes.choose(rows, self._products)
+
     def forward(self, x: Float[Tensor, "*rows in_features"]) -> Float[Tensor, "*rows out_features"]:
         """Multiply by the route that the number of rows calls for."""
         rows = x.reshape(-1, self.in_features)
-        if self._ready_for != x.dtype:
-            self._routes, self._products = routes_for(x.device, self.format, x.dtype), self.products(x.dtype)
-            self._ready_for = x.dtype
-        out = self._products[self._routes.choose(len(rows), self._products)](rows)
+        # The route first: it makes the products ready for this dtype.
+        name = self.route(len(rows), x.dtype)
+        out = self._products[name](rows)
         out = out if self.bias is None else out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Float, Shaped
@@ -68,7 +67,7 @@ class PackedInt8(_Packed):
         return weight.grid.bits == 8 and weight.grid.symmetric and weight.scale.shape[1] == 1
 
     @classmethod
-    def pack(cls, weight: Quantized, dtype: torch.dtype) -> Self:
+    def pack(cls, weight: Quantized, dtype: torch.dtype) -> PackedInt8:
         """Signed codes.
 
         Args:
@@ -106,7 +105,7 @@ class PackedInt4(_Packed):
         )
 
     @classmethod
-    def pack(cls, weight: Quantized, dtype: torch.dtype) -> Self:
+    def pack(cls, weight: Quantized, dtype: torch.dtype) -> PackedInt4:
         """Codes in blocks; the operator has ``value = scale * (code - 8) + zero``.
 
         Args:

@@ -19,7 +19,7 @@ from kvlab.config import ModelConfig
 from kvlab.errors import ConfigError, WeightsError
 from kvlab.model import GPT
 from kvlab.packing import Grid, Quantized, pack
-from kvlab.quantize import LowBitLinear, linears, put
+from kvlab.quantize import LowBitEmbedding, LowBitLinear, linears, put
 from kvlab.weights.folder import empty_model, open_checkpoint, read_json, write_folder
 from kvlab.weights.gguf_config import hub_name, rotary_rows
 from kvlab.weights.gguf_file import GGUFFile, RawTensor, dequantize
@@ -27,6 +27,9 @@ from kvlab.weights.layout import from_hf, sources
 
 #: How codes lie in a file: rows of the matrix, the first code of a byte in its low bits, scales beside them.
 LAYOUT = "rows-1"
+
+#: Where an embedding of codes has them.
+_TABLE = "embedding.table."
 
 #: Storage types of a GGUF file whose codes are kept, with bytes of a block of 32 and the grid of its codes.
 _BLOCKS = {"Q8_0": (34, Grid(8, 32, symmetric=True)), "Q4_1": (20, Grid(4, 32, symmetric=False))}
@@ -44,18 +47,17 @@ def write_quantized(
         tokenizer_json: of the ``tokenizers`` library.
         tokenizer_config: special tokens and chat template.
     """
+    layers = {name: layer.grid for name, layer in linears(model) if isinstance(layer, LowBitLinear)}
+    tensors = {n: t for n, t in model.state_dict().items() if not n.startswith(_TABLE)}
+    # A tied embedding is the head's codes; a model file that has a tensor twice would be two storages when read.
+    if isinstance(model.embedding, LowBitEmbedding) and not config.tie_embeddings:
+        layers["embedding"] = model.embedding.table.grid
+        tensors |= {f"embedding.{name}": tensor for name, tensor in model.embedding.table.state_dict().items()}
     note = {
         "quant_method": "kvlab",
         "layout": LAYOUT,
-        "layers": {
-            name: {"bits": layer.grid.bits, "group": layer.grid.group, "symmetric": layer.grid.symmetric}
-            for name, layer in linears(model)
-            if isinstance(layer, LowBitLinear)
-        },
+        "layers": {n: {"bits": g.bits, "group": g.group, "symmetric": g.symmetric} for n, g in layers.items()},
     }
-    # A tied embedding is the head's codes; a model file that has a tensor twice would be two storages when read.
-    tied = "embedding.table." if config.tie_embeddings else "\0"
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(tied)}
     if config.tie_embeddings and "head.weight" in tensors:
         del tensors["head.weight"]
     return write_folder(folder, config, tensors.items(), tokenizer_json, tokenizer_config, quantization=note)
@@ -170,10 +172,19 @@ def _require_shapes(where: Path, model: GPT, codes: Mapping[str, Quantized]) -> 
 def _stored(where: Path, tensors: Mapping[str, Tensor], name: str, grid: Mapping[str, Any]) -> Quantized:
     try:
         shape = Grid(int(grid["bits"]), grid["group"], bool(grid["symmetric"]))
+        codes, scale = tensors[f"{name}.codes"], tensors[f"{name}.scale"]
         minimum = None if shape.symmetric else tensors[f"{name}.minimum"]
-        return Quantized(tensors[f"{name}.codes"], tensors[f"{name}.scale"], minimum, shape)
+        rows, columns = codes.shape[0], codes.shape[-1] * 8 // shape.bits
+        wanted = (rows, columns // shape.group_of(columns, name))
     except (KeyError, ConfigError) as failure:
         raise WeightsError(f"{where}: the codes of {name} are not whole ({failure}); write the model again") from None
+    for kind, tensor in (("scale", scale), ("minimum", scale if minimum is None else minimum)):
+        if codes.dtype != torch.uint8 or not tensor.is_floating_point() or tuple(tensor.shape) != wanted:
+            raise WeightsError(
+                f"{where}: {name} has codes {list(codes.shape)} in {codes.dtype} and a {kind} {list(tensor.shape)} in "
+                f"{tensor.dtype}; it should be {list(wanted)}: write the model again"
+            )
+    return Quantized(codes, scale, minimum, shape)
 
 
 def _stacked(ours: str, parts: list[RawTensor], config: ModelConfig) -> Quantized:

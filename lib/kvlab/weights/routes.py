@@ -66,6 +66,7 @@ def find_stored(name_or_path: str | Path, progress: Progress | None = None) -> F
         UnknownModel: nothing goes by this name, or what does has no codes.
         WeightsError: it cannot be had, or is damaged.
     """
+    from kvlab.weights.codes import quantization_of
     from kvlab.weights.convert import conversion_folder
 
     path = Path(name_or_path).expanduser()
@@ -78,7 +79,7 @@ def find_stored(name_or_path: str | Path, progress: Progress | None = None) -> F
         return replace(_packaged(progress, stored=True), name="smollm2")
     if os.path.isfile(path):
         return _file(path, progress, stored=True)
-    if os.path.isdir(path):
+    if os.path.isdir(path) and quantization_of(path) is not None:
         return find(path)
     raise UnknownModel(
         f"{name_or_path} has no codes of its own; weights as stored are for smollm2, a .gguf file, or a folder that "
