@@ -51,8 +51,12 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     leave_out: tuple[str, ...] = (),
     more: dict[str, np.ndarray] | None = None,
+    kinds: dict[str, Kind] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Write a model of ``transformers`` as GGUF; returns what ``gguf.dequantize`` makes of each stored tensor."""
+    """Write a model of ``transformers`` as GGUF; returns what ``gguf.dequantize`` makes of each stored tensor.
+
+    Matrices whose Hub name has a part that is in ``kinds`` are stored so, the others as ``kind``.
+    """
     config = reference.config
     family = config.model_type
     writer = gguf.GGUFWriter(path, family)
@@ -68,8 +72,9 @@ def write_gguf(
         weights = tensor.detach().float().numpy()
         if (family == "llama" if permuted is None else permuted) and (".q_proj." in name or ".k_proj." in name):
             weights = permute(weights, config.num_attention_heads if ".q_" in name else config.num_key_value_heads)
-        data = np.ascontiguousarray(stored(weights, kind))
-        stored_as = Kind.F32 if weights.ndim == 1 else kind
+        wanted = next((other for part, other in (kinds or {}).items() if part in name), kind)
+        data = np.ascontiguousarray(stored(weights, wanted))
+        stored_as = Kind.F32 if weights.ndim == 1 else wanted
         writer.add_tensor(llama_cpp_name(name), data, raw_dtype=stored_as)
         meant[name] = gguf.dequantize(data, stored_as).reshape(weights.shape)
     for name, array in (more or {}).items():

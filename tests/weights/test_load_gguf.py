@@ -21,11 +21,11 @@ from tokenizers import Tokenizer
 import kvlab.weights.convert as convert_module
 from kvlab.errors import ConfigError, WeightsError
 from kvlab.model.rope import frequencies, unpermute
+from kvlab.store import sha256_of
 from kvlab.weights import load
 from kvlab.weights.convert import conversion_folder, convert
 from kvlab.weights.gguf_file import GGUFFile, dequantize
 from kvlab.weights.layout import to_hf
-from kvlab.store import sha256_of
 
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_1]
 Reference = Callable[[str], Any]
