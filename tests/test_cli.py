@@ -76,6 +76,9 @@ def test_a_seed_repeats_an_answer_and_standard_input_is_a_prompt() -> None:
         (["--prompt", "x", "--dtype", "int4"], "int4"),
         (["--prompt", "x", "--chat"], "chat template"),
         (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--prompt", "x", "--weights", "int3"], "weights is 'int3'; it may be stored, int8, int4"),
+        (["--prompt", "x", "--weights", "stored"], "tiny has no codes of its own"),
+        (["--prompt", "x", "--kv", "int2"], "no cache is called 'int2'; kvlab has contiguous, int8, int4"),
     ],
 )
 def test_bad_input_ends_in_one_clear_line_and_exit_code_2(words: list[str], message: str) -> None:
@@ -131,3 +134,50 @@ def test_help_teaches() -> None:
     for word in ("--model", "--prompt", "--temperature", "smollm2", "Examples", "prefill"):
         assert word in done.stdout
     assert kvlab("--version").stdout.startswith("kvlab ")
+
+
+def test_weights_and_cache_in_fewer_bits(tmp_path: Path) -> None:
+    """Rounded weights and a rounded cache answer too; the cache of a long answer takes fewer bytes."""
+    words = [
+        "generate",
+        "--prompt",
+        "O Romeo",
+        "--max-new-tokens",
+        "100",
+        "--ignore-eos",
+        "--json",
+        "--dtype",
+        "float32",
+    ]
+    narrow = kvlab(*words, "--weights", "int4", "--kv", "int8", KVLAB_CACHE=str(tmp_path))
+    assert narrow.returncode == 0, narrow.stderr
+    assert narrow.stderr == ""
+    report, wide = json.loads(narrow.stdout), json.loads(kvlab(*words, KVLAB_CACHE=str(tmp_path)).stdout)
+    assert list(report) == list(wide)
+    assert report["new_tokens"] == wide["new_tokens"] == 100
+    assert report["text"] != wide["text"]
+    assert report["kv_bytes"] < 0.8 * wide["kv_bytes"]
+
+
+def test_help_of_compile_says_what_it_makes_and_what_it_needs() -> None:
+    done = kvlab("compile", "--help", TERM="dumb", COLUMNS="200")
+    assert done.returncode == 0
+    for word in (
+        "--model",
+        "--weights",
+        "--batch",
+        "stored",
+        "apt install g++",
+        "KVLAB_CACHE",
+        "Examples",
+        "crossovers",
+    ):
+        assert word in done.stdout
+
+
+def test_compile_without_a_compiler_ends_in_one_clear_line(tmp_path: Path) -> None:
+    done = kvlab("compile", "--model", "tiny", KVLAB_CACHE=str(tmp_path), PATH=str(tmp_path), CXX="")
+    assert done.returncode == 2
+    assert "no C++ compiler was found" in done.stderr
+    assert "apt install g++" in done.stderr
+    assert "Traceback" not in done.stderr

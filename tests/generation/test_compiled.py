@@ -111,8 +111,10 @@ def test_a_package_is_for_a_shape_formats_and_rows_and_for_any_weights(
     assert len({plain, *others}) == 1 + len(others)
 
 
-def test_other_crossovers_are_another_package(private_cache: Path, make_model: Callable[..., GPT]) -> None:
-    model = row_aware(make_model(torch.float32))
+def test_other_crossovers_are_another_package(
+    compiled_kernels: Path, private_cache: Path, make_model: Callable[..., GPT]
+) -> None:
+    model = row_aware(make_model(torch.float32, hidden_size=64, intermediate_size=96, head_dim=32))
     before = package(model, 1)
     remember({key(CPU, "float32", torch.float32): Routes(((None, "torch"),))})
     assert package(model, 1) != before

@@ -76,6 +76,10 @@ class RowAwareLinear(nn.Module):
         out = out if self.bias is None else out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes products of its own: those of the original multiply by the original's weights."""
+        return {**self.__dict__, "_ready_for": None, "_products": {}}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Another device or dtype has other routes."""
         self._ready_for = None

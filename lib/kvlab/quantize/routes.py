@@ -81,9 +81,9 @@ def routes_for(device: torch.device, format: str, dtype: torch.dtype) -> Routes:
     if device.type == "cpu":
         enable()
     try:
-        steps = json.loads(_file().read_text("utf8"))[key(device, format, dtype)]
+        steps = _kept()[key(device, format, dtype)]
         return Routes(tuple((limit, str(name)) for limit, name in steps))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, ValueError, TypeError):
         return RULE_OF_THUMB  # not measured, or by another version
 
 
@@ -109,19 +109,25 @@ def remember(found: Mapping[str, Routes]) -> Path:
         found: by :func:`key`.
     """
     target = _file()
-    known: dict[str, Any] = {}
-    if target.exists():
-        known = json.loads(target.read_text("utf8"))
-    known |= {key: routes.steps for key, routes in found.items()}
+    kept = _kept() | {name: routes.steps for name, routes in found.items()}
     with staging(target) as work:
         made = work / target.name
-        made.write_text(json.dumps(known, indent=1) + "\n", "utf8")
+        made.write_text(json.dumps(kept, indent=1) + "\n", "utf8")
         publish(made, target)
     routes_for.cache_clear()
     return target
 
 
+def _kept() -> dict[str, Any]:
+    """What was remembered; nothing where the file is missing or damaged."""
+    try:
+        found = json.loads(_file().read_text("utf8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _file() -> Path:
-    """One file for each torch, instruction set, number of threads, and presence of the"""
+    """One file for each torch, instruction set and number of threads, and for each build of the kernels."""
     name = f"{torch.__version__}-{instruction_set()}-{torch.get_num_threads()}"
     return cache_folder() / "routes" / f"{name}-{library().stem if built() else 'torch'}.json"
