@@ -11,8 +11,8 @@ import pytest
 
 import kvlab.store as store
 from kvlab.errors import WeightsError
-from kvlab.weights.progress import reporting, watching
 from kvlab.store import cache_folder, publish, remembered_sha256, sha256_of, staging
+from kvlab.weights.progress import reporting, watching
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
