@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def found(compiled_kernels: Path) -> dict[str, Any]:
     """Two steps of one layer, compiled in a process of its own: one wide row, and three rows over four-bit codes."""
-    script = Path(__file__).with_name("compiled_steps.py")
+    script = Path(__file__).with_name("steps_ahead.py")
     environment = os.environ | {"KVLAB_CACHE": str(compiled_kernels), "PYTHONPATH": str(script.parents[1])}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
