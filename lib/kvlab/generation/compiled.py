@@ -49,12 +49,14 @@ class CompiledDecode:
         if not path.exists():
             raise DeviceError(f"no step of {rows} row(s) is compiled for {model.config.name}; run: kvlab compile")
         self.rows, self._config, self._dtype = rows, model.config, model.dtype
-        self._run = torch._inductor.aoti_load_package(str(path))
+        # The loader itself: the wrapper around it imports the compiler (a second) and parses its call at every step.
+        self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         step = _Step(model, rows)
         state: dict[str, Tensor] = {**dict(step.named_parameters(remove_duplicate=False))}
         state |= dict(step.named_buffers(remove_duplicate=False))
-        self._weights = {name: state[name].data for name in self._run.get_constant_fqns()}
-        self._run.load_constants(self._weights, check_full_update=True, user_managed=True)
+        self._weights = {name: state[name].data for name in self._loader.get_constant_fqns()}
+        self._loader.load_constants(self._weights, False, True, True)  # all of them, used where they are
+        self._storage, self._held = torch.empty(0), list[Tensor]()
 
     def __call__(self, tokens: Int[Tensor, "batch"], cache: ContiguousCache) -> Float[Tensor, "batch vocab_size"]:
         """Feed each row its newest token and get the logits of the next one.
@@ -71,9 +73,11 @@ class CompiledDecode:
         self._require_fit(cache)
         positions = torch.tensor(cache.rows_seen)[:, None]
         held = min(-(-(cache.tokens_seen + 1) // BUCKET) * BUCKET, cache.max_len)
-        layers_ = [cache.storage[side, layer] for layer in range(cache.config.n_layer) for side in (0, 1)]
+        if self._storage is not cache.storage:
+            self._storage = cache.storage
+            self._held = [cache.storage[side, layer] for layer in range(cache.config.n_layer) for side in (0, 1)]
         with torch.inference_mode():
-            logits = self._run(tokens[:, None], positions, torch.arange(held), layers_)
+            (logits,) = self._loader.boxed_run([tokens[:, None], positions, torch.arange(held), *self._held])
         cache.rows_seen = [seen + 1 for seen in cache.rows_seen]
         return logits
 
@@ -81,7 +85,8 @@ class CompiledDecode:
         """Compiled code checks nothing: it would read beyond the end of whatever it is given."""
         if cache.batch != self.rows:
             raise ConfigError(f"the step was compiled for {self.rows} row(s), the cache has {cache.batch}")
-        if replace(cache.config, name="") != replace(self._config, name="") or cache.dtype != self._dtype:
+        same = cache.config is self._config or replace(cache.config, name="") == replace(self._config, name="")
+        if not same or cache.dtype != self._dtype:
             shape = cache.config.name if cache.dtype != self._dtype else "another shape,"
             raise ConfigError(
                 f"the step was compiled for {self._config.name} in {dtype_name(self._dtype)}, "
