@@ -68,7 +68,7 @@ def _attention(config: ModelConfig, rows: Sequence[Row], width: float) -> float:
     """Bytes inside the kernel: what is projected, KV heads copied for their query heads, the mask in the dtype."""
     tokens, keys = sum(row.new for row in rows), sum(row.past + row.new for row in rows)
     pairs, windowed = _mask(config, rows)
-    one_query = max(row.new for row in rows) == 1 and not pairs
+    one_query = max(row.new for row in rows) == 1
     expanded = 0 if config.n_group == 1 or one_query else 2 * keys * config.n_head * config.head_dim
     own = tokens * (2 * config.hidden_size + _projected(config)) + expanded + pairs
     # A byte a pair where the mask is made for this layer alone, and a float32 sum for each softmax.
