@@ -46,7 +46,24 @@ class Contender(Protocol):
         """
 
 
-class Worker:
+class _Owner:
+    """Holds at most one process group."""
+
+    _process: subprocess.Popen[str] | None = None
+
+    @property
+    def group(self) -> int | None:
+        """See :class:`Contender`."""
+        return None if self._process is None else self._process.pid
+
+    def close(self, patience: float = 20) -> None:
+        """See :class:`Contender`."""
+        process, self._process = self._process, None
+        if process is not None:
+            end(process, patience)
+
+
+class Worker(_Owner):
     """A contender in a process group of its own, which answers every line on its standard input with one of JSON.
 
     Args:
@@ -64,7 +81,6 @@ class Worker:
         self._environment = {**environment, "TMPDIR": str(logs)}
         self._log = log_of(name, logs)
         self._stays = stays
-        self._process: subprocess.Popen[str] | None = None
 
     def round(self) -> Figures:
         """See :class:`Contender`.
@@ -82,17 +98,6 @@ class Worker:
         found: Figures = json.loads(answer)
         return found
 
-    @property
-    def group(self) -> int | None:
-        """See :class:`Contender`."""
-        return None if self._process is None else self._process.pid
-
-    def close(self, patience: float = 20) -> None:
-        """See :class:`Contender`."""
-        process, self._process = self._process, None
-        if process is not None:
-            end(process, patience)
-
     def _answer(self, process: subprocess.Popen[str]) -> str:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -105,7 +110,7 @@ class Worker:
         return process.stdout.readline() if ready else ""
 
 
-class LlamaCpp:
+class LlamaCpp(_Owner):
     """llama.cpp's own benchmarks on one GGUF file, started anew each round; both warm up by themselves.
 
     Args:
@@ -124,7 +129,6 @@ class LlamaCpp:
         self._commands = {case.name: self._command(folder, gguf, case, threads) for case in cases}
         self.command = [part for command in self._commands.values() for part in (*command, ";")][:-1]
         self._version = [str(folder / "llama-bench"), "--version"]
-        self._process: subprocess.Popen[str] | None = None
 
     def round(self) -> Figures:
         """See :class:`Contender`.
@@ -144,16 +148,9 @@ class LlamaCpp:
             found["cases"][case.name] = batched_bench(text, case) if case.batch > 1 else llama_bench(text, case)
         return found
 
-    @property
-    def group(self) -> int | None:
-        """See :class:`Contender`."""
-        return None if self._process is None else self._process.pid
-
-    def close(self, patience: float = 20) -> None:
-        """See :class:`Contender`."""
-        process, self._process = self._process, None
-        if process is not None:
-            end(process, 0)
+    def close(self, patience: float = 0) -> None:
+        """Its programs have nothing to put in order."""
+        super().close(0)
 
     @staticmethod
     def _command(folder: Path, gguf: Path, case: Case, threads: int) -> list[str]:

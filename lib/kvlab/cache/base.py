@@ -224,7 +224,7 @@ class KVCache(ABC):
 
     def commit(self, step: Step) -> None:
         """The pass went through: its tokens count from now on."""
-        self.rows_seen = [seen + new for seen, new in zip(self.rows_seen, step.n_new, strict=True)]
+        self.rows_seen = self.ends(step.n_new)
 
     @abstractmethod
     def fork(self) -> KVCache:
@@ -273,6 +273,20 @@ class KVCache(ABC):
             mask = visible(key_positions(), positions, window) if kind is Visibility.MASK else None
             views[window] = View(kind, None if mask is None else mask.to(self.device))
         return views
+
+    def ends(self, n_new: Sequence[int]) -> list[int]:
+        """Tokens that each row will have seen once a pass is committed.
+
+        Args:
+            n_new: tokens that the pass brings to each row.
+        """
+        return [seen + new for seen, new in zip(self.rows_seen, n_new, strict=True)]
+
+    def _slot_positions(self, n_new: tuple[int, ...]) -> Int[Tensor, "batch 1 keys"]:
+        """Position of the token in each slot once a pass is written, where slot i holds the token at position i."""
+        ends = self.ends(n_new)
+        slots = torch.arange(max(ends))
+        return torch.where(slots < torch.tensor(ends)[:, None], slots, UNWRITTEN)[:, None]
 
     def _check(self, positions: Int[Tensor, "batch time"]) -> tuple[int, ...]:
         """New tokens of each row, after checking that the positions continue the rows."""

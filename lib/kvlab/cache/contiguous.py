@@ -45,24 +45,18 @@ class ContiguousCache(KVCache):
         return self.storage.nbytes
 
     def _lay_out(self, positions: Int[Tensor, "batch time"], n_new: tuple[int, ...]) -> ContiguousStep:
-        n_keys = max(seen + new for seen, new in zip(self.rows_seen, n_new, strict=True))
+        n_keys = max(self.ends(n_new))
         on_device = positions.to(self.device)
         uniform = bool((positions == positions[0]).all()) and all(n == positions.shape[1] for n in n_new)
         return ContiguousStep(
             positions=on_device,
             n_new=n_new,
-            views=self._views(positions, n_new, lambda: self._key_positions(n_new, n_keys)),
+            views=self._views(positions, n_new, lambda: self._slot_positions(n_new)),
             windows=self.config.windows,
             n_keys=n_keys,
             slots=on_device[0] if uniform else None,
             ragged=None if uniform else self._targets(positions),
         )
-
-    def _key_positions(self, n_new: tuple[int, ...], n_keys: int) -> Int[Tensor, "batch 1 n_keys"]:
-        """Position of the token in each slot once this pass is written."""
-        held = torch.tensor([seen + new for seen, new in zip(self.rows_seen, n_new, strict=True)])
-        slots = torch.arange(n_keys)
-        return torch.where(slots < held[:, None], slots, UNWRITTEN)[:, None]
 
     def _targets(
         self, positions: Int[Tensor, "batch time"]

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlab.cache.base import UNWRITTEN, KVCache, Step
+from kvlab.cache.base import KVCache, Step
 from kvlab.config import ModelConfig
 from kvlab.errors import at_least
 from kvlab.packing import Grid, Quantized, quantize
@@ -113,16 +113,15 @@ class QuantizedCache(KVCache):
         return min(seen - cold for seen, cold in zip(self.rows_seen, self._cold, strict=True))
 
     def _lay_out(self, positions: Int[Tensor, "batch time"], n_new: tuple[int, ...]) -> QuantizedStep:
-        ends = [seen + new for seen, new in zip(self.rows_seen, n_new, strict=True)]
+        ends = self.ends(n_new)
         after = [max(cold, self._whole(end)) for cold, end in zip(self._cold, ends, strict=True)]
-        n_keys, (rows, columns) = max(ends), torch.where(positions >= 0)
-        slots, held = torch.arange(n_keys), torch.tensor(ends)
+        rows, columns = torch.where(positions >= 0)
         return QuantizedStep(
             positions=positions.to(self.device),
             n_new=n_new,
-            views=self._views(positions, n_new, lambda: torch.where(slots < held[:, None], slots, UNWRITTEN)[:, None]),
+            views=self._views(positions, n_new, lambda: self._slot_positions(n_new)),
             windows=self.config.windows,
-            n_keys=n_keys,
+            n_keys=max(ends),
             cold=tuple(self._cold),
             cold_after=tuple(after),
             exact=self._places(self._cold, self.rows_seen),

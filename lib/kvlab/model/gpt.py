@@ -128,7 +128,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     def _require_context(self, cache: KVCache, step: Step) -> None:
-        longest = max(seen + new for seen, new in zip(cache.rows_seen, step.n_new, strict=True))
+        longest = max(cache.ends(step.n_new))
         if longest > self.config.max_seq_len:
             raise PromptError(
                 f"{longest} tokens are more than the context of {self.config.name}, {self.config.max_seq_len}; "

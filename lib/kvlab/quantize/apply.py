@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from kvlab.errors import ConfigError
 from kvlab.model import GPT
@@ -31,19 +32,17 @@ def quantize(model: GPT, method: Method, *, head: Method | None = Int8()) -> GPT
         ConfigError: the model is quantized, a group size does not divide a layer, or weights are zero or not finite;
             the layer is named, and the model is as it was.
     """
-    made: dict[str, LowBitLinear] = {}
+    codes: dict[str, Quantized] = {}
+    biases: dict[str, Tensor] = {}
     for name, layer in linears(model):
         if isinstance(layer, LowBitLinear):
             raise ConfigError(f"{name} is quantized already; load the model again in its own dtype")
         assert isinstance(layer, nn.Linear | WideLinear)
         chosen = head if name == "head" else method
         if chosen is not None:
-            made[name] = _rounded(name, layer, chosen.grid)
-    for name, layer in made.items():
-        model.set_submodule(name, layer)
-    if "head" in made and model.config.tie_embeddings:
-        model.embedding = LowBitEmbedding(made["head"], model.dtype)
-    return model
+            codes[name] = _rounded(name, layer.weight.detach(), chosen.grid)
+            biases |= {} if layer.bias is None else {name: layer.bias.detach()}
+    return put(model, codes, biases)
 
 
 def row_aware(model: GPT) -> GPT:
@@ -70,7 +69,7 @@ def measured(model: GPT) -> bool:
     )
 
 
-def put(model: GPT, codes: dict[str, Quantized], biases: dict[str, torch.Tensor] | None = None) -> GPT:
+def put(model: GPT, codes: dict[str, Quantized], biases: dict[str, Tensor] | None = None) -> GPT:
     """Put codes that exist already into a model, none of them rounded again.
 
     Args:
@@ -121,9 +120,7 @@ def weight_storage_bytes(model: nn.Module) -> int:
     return sum(held.values())
 
 
-def _rounded(name: str, layer: nn.Linear | WideLinear, grid: Grid) -> LowBitLinear:
-    weight, bias = layer.weight, layer.bias
+def _rounded(name: str, weight: Float[Tensor, "outputs inputs"], grid: Grid) -> Quantized:
     if not torch.any(weight):
         raise ConfigError(f"{name} holds zeros only; its weights were probably never loaded")
-    codes = round_to(weight.detach(), grid, name, scale_dtype=torch.float16)
-    return LowBitLinear(codes, None if bias is None else bias.detach())
+    return round_to(weight, grid, name, scale_dtype=torch.float16)

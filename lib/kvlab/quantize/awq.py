@@ -53,11 +53,12 @@ def awq(model: GPT, tokens: Int[Tensor, "batch time"], method: Method) -> list[S
         method: the rounding to come.
 
     Raises:
-        ConfigError: the model has another structure or is quantized, or a group size does not divide a layer.
+        ConfigError: the model has another structure or is quantized, or a group size does not divide a layer; the model
+            is as it was.
     """
     report: list[Scaled] = []
     with torch.inference_mode():
-        seen = _inputs(model, tokens)
+        seen = _inputs(model, _matrices(model, method), tokens)
         for index, block in enumerate(model.blocks):
             assert isinstance(block, Block)
             name = f"blocks.{index}"
@@ -81,23 +82,23 @@ def _sites(
     queries, _, kv = attention.heads
     group, width = queries // kv, attention.head_dim
 
-    def divide_values(scales: Tensor) -> None:
+    def divide_values(scales: Float[Tensor, "inputs"]) -> None:
         own = scales.view(kv, group, width)[:, 0].reshape(-1)
         attention.qkv.weight[-kv * width :].div_(own[:, None])
         if attention.qkv.bias is not None:
             attention.qkv.bias[-kv * width :].div_(own)
 
-    def divide_up(scales: Tensor) -> None:
+    def divide_up(scales: Float[Tensor, "inputs"]) -> None:
         half = len(mlp.gate_up.weight) // 2
         mlp.gate_up.weight[half:].div_(scales[:, None])
         if mlp.gate_up.bias is not None:
             mlp.gate_up.bias[half:].div_(scales)
 
-    def shared(magnitude: Tensor) -> Tensor:
+    def shared(magnitude: Float[Tensor, "inputs"]) -> Float[Tensor, "inputs"]:
         """Query heads of a group read the same values, and so share their scales."""
         return magnitude.view(kv, group, width).mean(1, keepdim=True).expand(kv, group, width).reshape(-1)
 
-    def own(magnitude: Tensor) -> Tensor:
+    def own(magnitude: Float[Tensor, "inputs"]) -> Float[Tensor, "inputs"]:
         return magnitude
 
     return [
@@ -108,7 +109,7 @@ def _sites(
     ]
 
 
-def _divide_norm(norm: nn.Module, scales: Tensor) -> None:
+def _divide_norm(norm: nn.Module, scales: Float[Tensor, "inputs"]) -> None:
     weight = norm.weight
     assert isinstance(weight, Tensor)
     weight.div_(scales)
@@ -134,26 +135,31 @@ def _search(
     return best[2].to(matrix.weight.dtype), Scaled(name, best[1], plain, best[0])
 
 
-def _inputs(model: GPT, tokens: Int[Tensor, "batch time"]) -> dict[str, Float[Tensor, "rows inputs"]]:
+def _matrices(model: GPT, method: Method) -> list[tuple[str, nn.Linear]]:
+    """The matrices in the blocks, after checking that all of them can be scaled and then rounded."""
+    found = [(name, layer) for name, layer in model.named_modules() if name.startswith("blocks.")]
+    matrices = [(name, layer) for name, layer in found if isinstance(layer, nn.Linear)]
+    config = model.config
+    if len(matrices) != 4 * config.n_layer or config.norm != "rmsnorm" or not config.gated_mlp:
+        raise ConfigError(
+            f"{config.name} is quantized or has LayerNorm or a plain MLP; AWQ here takes wide models of the Llama kind"
+        )
+    for name, layer in matrices:
+        method.grid.group_of(layer.in_features, name)
+    return matrices
+
+
+def _inputs(
+    model: GPT, matrices: list[tuple[str, nn.Linear]], tokens: Int[Tensor, "batch time"]
+) -> dict[str, Float[Tensor, "rows inputs"]]:
     """What every matrix in the blocks reads while the model reads the tokens, in float32."""
     seen: dict[str, Tensor] = {}
-    handles = []
-    for name, layer in model.named_modules():
-        if name.startswith("blocks.") and isinstance(layer, nn.Linear):
-            handles.append(layer.register_forward_pre_hook(_recorder(name, seen)))
-    wanted = 4 * model.config.n_layer
-    if len(handles) != wanted or model.config.norm != "rmsnorm" or not model.config.gated_mlp:
-        for handle in handles:
-            handle.remove()
-        raise ConfigError(
-            f"{model.config.name} is quantized or has LayerNorm or a plain MLP; AWQ here takes wide models of the "
-            "Llama kind"
-        )
+    hooks = [layer.register_forward_pre_hook(_recorder(name, seen)) for name, layer in matrices]
     try:
         model(tokens.to(model.device), last_only=True)
     finally:
-        for handle in handles:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
     return seen
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from kvlab.devices import dtype_name
 from kvlab.kernels import KERNEL_DTYPES, code_linear, ready, wide_linear
 from kvlab.packing import Quantized
 from kvlab.quantize.packed import PackedInt4, PackedInt8
@@ -70,8 +71,7 @@ class RowAwareLinear(nn.Module):
     def forward(self, x: Float[Tensor, "*rows in_features"]) -> Float[Tensor, "*rows out_features"]:
         """Multiply by the route that the number of rows calls for."""
         rows = x.reshape(-1, self.in_features)
-        # The route first: it makes the products ready for this dtype.
-        name = self.route(len(rows), x.dtype)
+        name = self.route(len(rows), x.dtype)  # which also makes the products ready for this dtype
         out = self._products[name](rows)
         out = out if self.bias is None else out + self.bias
         return out.view(*x.shape[:-1], self.out_features)
@@ -107,7 +107,7 @@ class WideLinear(RowAwareLinear):
     @property
     def format(self) -> str:
         """The dtype of the weights."""
-        return str(self.weight.dtype).removeprefix("torch.")
+        return dtype_name(self.weight.dtype)
 
     def products(self, dtype: torch.dtype) -> dict[str, Product]:
         """torch's product; on a CPU also widened to float32 first (it may have no units for 16 bits), and our kernel.
@@ -182,7 +182,9 @@ class LowBitLinear(RowAwareLinear):
         weight = self.quantized.dequantize(wide) if wide == torch.float64 else self.quantized.widen(wide)
         return F.linear(x.to(wide), weight).to(x.dtype)
 
-    def _packed_as(self, kind: type[PackedInt8 | PackedInt4], x: Tensor) -> Tensor:
+    def _packed_as(
+        self, kind: type[PackedInt8 | PackedInt4], x: Float[Tensor, "rows in_features"]
+    ) -> Float[Tensor, "rows out_features"]:
         if self._packed is None or self._packed.dtype != x.dtype:
             self._packed = kind.pack(self.quantized, x.dtype)
         return self._packed.linear(x)

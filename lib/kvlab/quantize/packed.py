@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ def layout_here() -> str:
 
 
 @dataclass(frozen=True)
-class _Packed:
+class _Packed(ABC):
     """Weights in the layout of one operator on one kind of machine.
 
     Args:
@@ -42,11 +43,11 @@ class _Packed:
         """The dtype of the activations that these scales go with."""
         return self.scales.dtype
 
-    def require_layout(self, x: Tensor) -> None:
-        """Refuse to multiply where the layout means something else.
+    def linear(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+        """The product, where the layout means what the operator takes it for.
 
         Args:
-            x: the activations.
+            x: activations.
 
         Raises:
             DeviceError: they are on a device that the weights were not packed for.
@@ -56,6 +57,11 @@ class _Packed:
             raise DeviceError(
                 f"the weights are packed for {self.layout}, the activations are on {here}; pack the codes again there"
             )
+        return self._product(x)
+
+    @abstractmethod
+    def _product(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
+        """What torch's operator makes of it."""
 
 
 class PackedInt8(_Packed):
@@ -77,16 +83,7 @@ class PackedInt8(_Packed):
         signed = (weight.codes.to(torch.int16) - 128).to(torch.int8)
         return cls(signed, weight.scale[:, 0].to(dtype), weight.columns, layout_here())
 
-    def linear(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        """The product.
-
-        Args:
-            x: activations.
-
-        Raises:
-            DeviceError: the layout is of another device.
-        """
-        self.require_layout(x)
+    def _product(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         return torch.ops.aten._weight_int8pack_mm(x, self.weights, self.scales)
 
 
@@ -120,14 +117,5 @@ class PackedInt4(_Packed):
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         return cls(packed, scales, weight.columns // weight.scale.shape[1], layout_here())
 
-    def linear(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
-        """The product.
-
-        Args:
-            x: activations.
-
-        Raises:
-            DeviceError: the layout is of another device.
-        """
-        self.require_layout(x)
+    def _product(self, x: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows outputs"]:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.weights, self.group, self.scales)

@@ -21,7 +21,7 @@ from kvlab.model import GPT
 from kvlab.packing import Grid, Quantized, pack
 from kvlab.quantize import LowBitEmbedding, LowBitLinear, linears, put
 from kvlab.weights.folder import empty_model, open_checkpoint, read_json, write_folder
-from kvlab.weights.gguf_config import hub_name, rotary_rows
+from kvlab.weights.gguf_config import hub_raws, rotary_rows
 from kvlab.weights.gguf_file import GGUFFile, RawTensor, dequantize
 from kvlab.weights.layout import from_hf, sources
 
@@ -120,7 +120,7 @@ def gguf_model(file: GGUFFile, config: ModelConfig) -> GPT:
     Raises:
         WeightsError: a tensor is of an unknown name or type, or parts of one matrix of ours are stored differently.
     """
-    raws = {hub_name(raw.name): raw for raw in file.tensors() if raw.name != "rope_freqs.weight"}
+    raws = hub_raws(file)
     codes: dict[str, Quantized] = {}
     wide: dict[str, Tensor] = {}
     for ours, source in sources(config).items():

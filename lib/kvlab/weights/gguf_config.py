@@ -14,7 +14,7 @@ from torch import Tensor
 from kvlab.config import ModelConfig, RopeScaling
 from kvlab.errors import WeightsError
 from kvlab.model.rope import frequencies, unpermute
-from kvlab.weights.gguf_file import GGUFFile, dequantize
+from kvlab.weights.gguf_file import GGUFFile, RawTensor, dequantize
 
 #: What ``general.architecture`` may be.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -64,9 +64,8 @@ def hub_tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Floa
     Raises:
         WeightsError: a tensor has an unknown name or an unreadable storage type.
     """
-    for raw in file.tensors():
-        if raw.name != _ROPE_FACTORS:
-            yield hub_name(raw.name), rotary_rows(raw.name, dequantize(raw), config)
+    for name, raw in hub_raws(file).items():
+        yield name, rotary_rows(raw.name, dequantize(raw), config)
 
 
 def hub_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
@@ -78,7 +77,19 @@ def hub_shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
     Raises:
         WeightsError: a tensor has an unknown name.
     """
-    return {hub_name(raw.name): raw.shape for raw in file.tensors() if raw.name != _ROPE_FACTORS}
+    return {name: raw.shape for name, raw in hub_raws(file).items()}
+
+
+def hub_raws(file: GGUFFile) -> dict[str, RawTensor]:
+    """The file's weights as they are stored, under the Hub's names.
+
+    Args:
+        file: an open GGUF file.
+
+    Raises:
+        WeightsError: a tensor has an unknown name.
+    """
+    return {hub_name(raw.name): raw for raw in file.tensors() if raw.name != _ROPE_FACTORS}
 
 
 def hub_name(name: str) -> str:

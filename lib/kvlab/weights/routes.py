@@ -67,16 +67,10 @@ def find_stored(name_or_path: str | Path, progress: Progress | None = None) -> F
         WeightsError: it cannot be had, or is damaged.
     """
     from kvlab.weights.codes import quantization_of
-    from kvlab.weights.convert import conversion_folder
 
     path = Path(name_or_path).expanduser()
     if str(name_or_path) == "smollm2":
-        from kvlab.weights.package_index import GGUF_SHA256
-
-        folder = conversion_folder(GGUF_SHA256, stored=True)
-        if folder.exists():
-            return Found(folder, "smollm2", f"the local cache {folder}, {read_json(folder / ORIGIN)['origin']}")
-        return replace(_packaged(progress, stored=True), name="smollm2")
+        return _converted(stored=True) or replace(_packaged(progress, stored=True), name="smollm2")
     if os.path.isfile(path):
         return _file(path, progress, stored=True)
     if os.path.isdir(path) and quantization_of(path) is not None:
@@ -148,15 +142,22 @@ def _smollm2(progress: Progress | None) -> Found:
 
 
 def _smollm2_here(progress: Progress | None) -> Found | None:
-    from kvlab.weights.convert import conversion_folder
-    from kvlab.weights.package_index import GGUF_SHA256, packaged_gguf
+    from kvlab.weights.package_index import packaged_gguf
 
-    if found := _cached(_SMOLLM2):
+    if found := _cached(_SMOLLM2) or _converted():
         return found
-    folder = conversion_folder(GGUF_SHA256)
-    if folder.exists():
-        return Found(folder, "smollm2", f"the local cache {folder}, {read_json(folder / ORIGIN)['origin']}")
     return _packaged(progress) if packaged_gguf().exists() else None
+
+
+def _converted(stored: bool = False) -> Found | None:
+    """What was converted from the package's file earlier."""
+    from kvlab.weights.convert import conversion_folder
+    from kvlab.weights.package_index import GGUF_SHA256
+
+    folder = conversion_folder(GGUF_SHA256, stored)
+    if not folder.exists():
+        return None
+    return Found(folder, "smollm2", f"the local cache {folder}, {read_json(folder / ORIGIN)['origin']}")
 
 
 def _smollm2_from_afar(progress: Progress | None) -> Found:
