@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import deque
 
 from kvbook import browser
 from kvbook.layout import ROOT
@@ -17,29 +18,47 @@ STEPS = (
 )
 
 
-def run(name: str, command: list[str], environment: dict[str, str]) -> tuple[str, bool, float]:
+LAST_LINES = 60  # of a step that failed: they are repeated at the end, where a log that was cut still has them
+
+
+def run(name: str, command: list[str], environment: dict[str, str]) -> tuple[str, bool, float, deque[str]]:
     print(f"\n=== {name}", flush=True)
-    start = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL)
-    if done.returncode < 0:
-        print(f"{name} was ended by signal {-done.returncode}")
-    return name, done.returncode == 0, time.perf_counter() - start
+    start, last = time.perf_counter(), deque[str](maxlen=LAST_LINES)
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as step:
+        assert step.stdout is not None
+        for line in step.stdout:
+            print(line, end="", flush=True)
+            last.append(line)
+    if step.returncode < 0:
+        print(f"{name} was ended by signal {-step.returncode}")
+    return name, step.returncode == 0, time.perf_counter() - start, last
 
 
 def main() -> int:
-    # A terminal that shows no colour reads better without their codes.
-    environment = dict(os.environ) if sys.stdout.isatty() else {**os.environ, "NO_COLOR": "1"}
+    environment = {**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     results = []
     for name, command in STEPS:
         results.append(run(name, command, environment))
         if name == "book":
             environment["KVLAB_BOOK_IS_BUILT"] = "yes" if results[-1][1] else "failed"
+    for name, good, _, last in results:
+        if not good:
+            print(f"\n=== {name} failed; its last lines again\n{''.join(last)}", end="")
     print("\n=== summary")
-    for name, good, seconds in results:
+    for name, good, seconds, _ in results:
         print(f"{'ok  ' if good else 'FAIL'} {name:<8} {seconds:6.0f} s")
     if browser.missing() and not browser.required():
         print(f"not run: the pages in a browser ({', '.join(browser.missing())} not found); {browser.INSTALL}")
-    return int(not all(good for _, good, _ in results))
+    return int(not all(good for _, good, *_ in results))
 
 
 if __name__ == "__main__":
