@@ -4,6 +4,8 @@ A rounding error of a weight is multiplied by its activation. Where a channel's 
 multiplied by s before rounding and the activations divided by s: the product is the same, and the error of that
 channel becomes s times smaller. s is the mean magnitude of the activation to a power between 0 and 1 that is searched.
 The division costs nothing: it is folded into the layer before.
+
+Then each group's range is searched: with the few largest weights clipped the steps are finer for all the others.
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ from kvlab.quantize.methods import Method
 
 #: Powers of the activation magnitude that are tried; 0 leaves the layer alone.
 POWERS = tuple(step / 10 for step in range(11))
+
+#: Shares of a group's range that are tried; 1 clips nothing.
+RANGES = tuple(1 - step / 20 for step in range(9))
+
+#: Rows of activations, spread over the text, by which ranges are judged.
+RANGE_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,9 @@ class Scaled:
 
 
 def awq(model: GPT, tokens: Int[Tensor, "batch time"], method: Method) -> list[Scaled]:
-    """Rescale a model's channels in place for a rounding that follows; until then its answers are the same.
+    """Prepare a model's weights in place for a rounding that follows: scale channels, then clip ranges.
 
-    Quantize afterwards with the same method. Norms are rescaled for the projections that read them, values for the
-    output projection, and ``up`` for ``down``.
+    Quantize afterwards with the same method.
 
     Args:
         model: of the Llama kind (RMSNorm, gated MLP), wide.
@@ -55,6 +62,24 @@ def awq(model: GPT, tokens: Int[Tensor, "batch time"], method: Method) -> list[S
     Raises:
         ConfigError: the model has another structure or is quantized, or a group size does not divide a layer; the model
             is as it was.
+    """
+    report = scale_channels(model, tokens, method)
+    clip_ranges(model, tokens, method)
+    return report
+
+
+def scale_channels(model: GPT, tokens: Int[Tensor, "batch time"], method: Method) -> list[Scaled]:
+    """The first half of :func:`awq`: rescale channels; before rounding the model's answers are the same.
+
+    Norms are rescaled for the projections that read them, values for the output projection, and ``up`` for ``down``.
+
+    Args:
+        model: of the Llama kind (RMSNorm, gated MLP), wide.
+        tokens: calibration text.
+        method: the rounding to come.
+
+    Raises:
+        ConfigError: see :func:`awq`.
     """
     report: list[Scaled] = []
     with torch.inference_mode():
@@ -71,6 +96,28 @@ def awq(model: GPT, tokens: Int[Tensor, "batch time"], method: Method) -> list[S
                 matrix.weight.mul_(scales)
                 divide(scales)
     return report
+
+
+def clip_ranges(model: GPT, tokens: Int[Tensor, "batch time"], method: Method) -> None:
+    """The second half of :func:`awq`: clip each group's weights to the share of its range that rounds best.
+
+    Best is the smallest squared error of what the group adds to the output. Where a few weights reach far, the steps
+    of the others become finer.
+
+    Args:
+        model: of the Llama kind (RMSNorm, gated MLP), wide.
+        tokens: calibration text.
+        method: the rounding to come.
+
+    Raises:
+        ConfigError: see :func:`awq`.
+    """
+    with torch.inference_mode():
+        matrices = _matrices(model, method)
+        seen = _inputs(model, matrices, tokens)
+        for name, matrix in matrices:
+            x = seen[name]
+            matrix.weight.copy_(_clipped(name, matrix.weight, x[:: max(1, len(x) // RANGE_ROWS)], method))
 
 
 def _sites(
@@ -133,6 +180,26 @@ def _search(
             best = (error, power, scales)
     assert best is not None
     return best[2].to(matrix.weight.dtype), Scaled(name, best[1], plain, best[0])
+
+
+def _clipped(
+    name: str, weight: Float[Tensor, "outputs inputs"], x: Float[Tensor, "rows inputs"], method: Method
+) -> Float[Tensor, "outputs inputs"]:
+    """Weights whose every group is cut to the range that rounds best."""
+    group = method.grid.group_of(weight.shape[1], name)
+    groups = weight.float().unflatten(1, (-1, group))
+    inputs = x.unflatten(1, (-1, group)).transpose(0, 1)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    if method.grid.symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    best, least = groups, torch.full_like(low, torch.inf)
+    for share in RANGES:
+        cut = groups.clamp(low * share, high * share)
+        off = round_to(cut.flatten(1), method.grid, name, torch.float16).dequantize().view_as(groups) - groups
+        error = (inputs @ off.permute(1, 2, 0)).square().mean(1).T[..., None]  # outputs, groups, 1
+        best, least = torch.where(error < least, cut, best), torch.minimum(error, least)
+    return best.flatten(1)
 
 
 def _matrices(model: GPT, method: Method) -> list[tuple[str, nn.Linear]]:

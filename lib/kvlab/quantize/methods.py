@@ -34,14 +34,14 @@ class Int4:
     """Four bits.
 
     Args:
-        group_size: inputs that share a scale. 16 levels are few: groups of 32 are usual, a whole row does not work.
+        group_size: inputs that share a scale; None for a whole row. 16 levels are few: groups of 32 are usual.
         symmetric: levels from -7 to 7 times the scale; False spends a minimum a group and uses all 16.
 
     Raises:
         ConfigError: the group size is below 1.
     """
 
-    group_size: int = 32
+    group_size: int | None = 32
     symmetric: bool = False
 
     def __post_init__(self) -> None:
