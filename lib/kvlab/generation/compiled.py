@@ -23,7 +23,7 @@ from kvlab.cache import ContiguousCache, NoCache, Step, View, Visibility, visibl
 from kvlab.cache.contiguous import ContiguousStep, write
 from kvlab.devices import dtype_name
 from kvlab.errors import CacheFull, ConfigError, DeviceError, PromptError, one_line
-from kvlab.kernels import built, instruction_set, library
+from kvlab.kernels import built, direct_calls, instruction_set, library
 from kvlab.model import GPT, attention, gpt, layers, rope
 from kvlab.quantize import RowAwareLinear, linears
 from kvlab.quantize import layers as quantized_layers
@@ -125,14 +125,16 @@ def compile_step(model: GPT, rows: int = 1) -> Path:
     length, slots = torch.export.Dim("max_len", min=2), torch.export.Dim("slots", min=2)
     args = (torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1, dtype=torch.long), torch.arange(BUCKET), held)
     dynamic = (None, None, {0: slots}, [{2: length}] * len(held))
+    configs = {
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.custom_ops_to_c_shims": direct_calls(),
+    }
     with staging(target) as work, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's, about itself
         made = work / target.name
         try:
             exported = torch.export.export(step, args, dynamic_shapes=dynamic)
-            torch._inductor.aoti_compile_and_package(
-                exported, package_path=str(made), inductor_configs={"aot_inductor.package_constants_in_so": False}
-            )
+            torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=configs)
         except Exception as failure:  # the compiler's own, of many kinds
             raise DeviceError(
                 f"the step of {config.name} cannot be compiled here: {one_line(failure)[:300]}"

@@ -6,9 +6,18 @@ everything runs by torch's operators.
 """
 
 from kvlab.kernels.compiler import build, built, instruction_set, library, require_compiler
-from kvlab.kernels.operators import KERNEL_DTYPES, code_linear, code_unpack, enable, enabled, ready, wide_linear
+from kvlab.kernels.operators import (
+    KERNEL_DTYPES,
+    code_linear,
+    code_unpack,
+    direct_calls,
+    enable,
+    enabled,
+    ready,
+    wide_linear,
+)
 
 __all__ = [
-    "KERNEL_DTYPES", "build", "built", "code_linear", "code_unpack", "enable", "enabled", "instruction_set",
-    "library", "ready", "require_compiler", "wide_linear",
+    "KERNEL_DTYPES", "build", "built", "code_linear", "code_unpack", "direct_calls", "enable", "enabled",
+    "instruction_set", "library", "ready", "require_compiler", "wide_linear",
 ]  # fmt: skip

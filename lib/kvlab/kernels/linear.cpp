@@ -11,6 +11,7 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -380,3 +381,24 @@ TORCH_LIBRARY_IMPL(kvlab, CPU, m) {
   m.impl("code_linear", code_linear);
   m.impl("code_unpack", code_unpack);
 }
+
+// The same operators as plain calls, for steps that were compiled ahead: through the registry, as boxed values, each of
+// the 120 products of a step would cost some microseconds more.
+using torch::aot_inductor::new_tensor_handle, torch::aot_inductor::tensor_handle_to_tensor_pointer;
+
+extern "C" {
+AOTITorchError aoti_torch_cpu_wide_linear(AtenTensorHandle x, AtenTensorHandle weight, AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    *out = new_tensor_handle(wide_linear(*tensor_handle_to_tensor_pointer(x), *tensor_handle_to_tensor_pointer(weight)));
+  });
+}
+
+AOTITorchError aoti_torch_cpu_code_linear(AtenTensorHandle x, AtenTensorHandle codes, AtenTensorHandle scale,
+                                          AtenTensorHandle* minimum, int64_t bits, AtenTensorHandle* out) {
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    const auto given = minimum ? std::make_optional(*tensor_handle_to_tensor_pointer(*minimum)) : std::nullopt;
+    *out = new_tensor_handle(code_linear(*tensor_handle_to_tensor_pointer(x), *tensor_handle_to_tensor_pointer(codes),
+                                         *tensor_handle_to_tensor_pointer(scale), given, bits));
+  });
+}
+}  // extern "C"

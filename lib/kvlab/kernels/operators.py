@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
@@ -20,6 +22,8 @@ def enable() -> bool:
     """
     if enabled() or not built():
         return enabled()
+    # First for everybody: compiled steps call by name what is in it.
+    ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(library()))
     # Shapes of the results, for torch.export.
     torch.library.register_fake("kvlab::wide_linear", _product)
@@ -31,6 +35,16 @@ def enable() -> bool:
         ),
     )
     return True
+
+
+def direct_calls() -> dict[torch._ops.OpOverload, list[str]]:
+    """What a step compiled ahead calls instead of the operators: C functions of the library, as their declarations."""
+    if not enabled():
+        return {}
+    tensor, error = "AtenTensorHandle", "AOTITorchError"
+    wide = f"{error} aoti_torch_cpu_wide_linear({tensor}, {tensor}, {tensor}*)"
+    code = f"{error} aoti_torch_cpu_code_linear({tensor}, {tensor}, {tensor}, {tensor}*, int64_t, {tensor}*)"
+    return {torch.ops.kvlab.wide_linear.default: [wide], torch.ops.kvlab.code_linear.default: [code]}
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
