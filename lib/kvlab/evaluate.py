@@ -145,13 +145,19 @@ def recall(
         PromptError: the prompt does not fit the context.
     """
     key = str(random.Random(seed).randint(10_000, 99_999))
-    encode = loaded.tokenizer.encode
-    fact = encode(f"The pass key is {key}. Remember it. {key} is the pass key. ")
-    question = encode("What is the pass key? The pass key is")
-    room = max(tokens - len(fact) - len(question), 0)
-    filler = (encode(_FILLER) * (room // len(encode(_FILLER)) + 1))[:room]
+    start = loaded.tokenizer.encode("")  # what the family begins a prompt with, once
+    fact, question, filler = (
+        loaded.tokenizer.encode(text, special=False)
+        for text in (
+            f"The pass key is {key}. Remember it. {key} is the pass key. ",
+            "What is the pass key? The pass key is",
+            _FILLER,
+        )
+    )
+    room = max(tokens - len(start) - len(fact) - len(question), 0)
+    filler = (filler * (room // len(filler) + 1))[:room]
     before = round(depth * room)
-    prompt = [*filler[:before], *fact, *filler[before:], *question]
+    prompt = [*start, *filler[:before], *fact, *filler[before:], *question]
     held = cache(loaded.model, len(prompt) + 8)
     pieces = torch.tensor(prompt[:-1]).split(chunk)
     with torch.inference_mode():

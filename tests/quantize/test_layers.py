@@ -107,6 +107,16 @@ def test_weights_packed_for_one_device_are_refused_on_another(
         packed.linear(x.to("meta"))
 
 
+def test_other_codes_are_packed_anew() -> None:
+    layer = LowBitLinear(coded(Grid(8)))
+    other = LowBitLinear(quantize(draw(48, 128, seed=9), Grid(8), scale_dtype=torch.float16))
+    x = draw(3, 128)
+    layer.products(x.dtype)["packed"](x)
+    layer.load_state_dict(other.state_dict())
+    want = x.double() @ other.quantized.dequantize(torch.float64).T
+    assert off(layer.products(x.dtype)["packed"](x), want) < TOLERANCE[x.dtype]
+
+
 def test_what_the_packed_operators_do_not_take_they_are_not_given() -> None:
     assert not PackedInt8.takes(coded(Grid(8, 32)), torch.float32)
     assert not PackedInt8.takes(coded(Grid(8, symmetric=False)), torch.float32)

@@ -167,7 +167,9 @@ def _search(
 ) -> tuple[Float[Tensor, "inputs"], Scaled]:
     """The scales whose rounding changes the layer's output least."""
     weight, exact = matrix.weight.float(), x @ matrix.weight.float().T
-    magnitude = tie(x.abs().mean(0)).clamp(min=1e-8)
+    magnitude = tie(x.abs().mean(0))
+    # A channel that is silent in this text must not be divided out of the range of float16.
+    magnitude = magnitude.clamp(min=max(1e-4 * magnitude.max().item(), 1e-8))
     best: tuple[float, float, Tensor] | None = None
     plain = 0.0
     for power in POWERS:

@@ -189,6 +189,11 @@ class LowBitLinear(RowAwareLinear):
             self._packed = kind.pack(self.quantized, x.dtype)
         return self._packed.linear(x)
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Other codes: what was packed from the old ones is void."""
+        self._packed, self._ready_for = None, None
+        super()._load_from_state_dict(*args, **kwargs)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Follow the model to another device. Codes and scales keep their dtype: they are what was rounded to."""
         self._packed, self._ready_for = None, None
