@@ -48,6 +48,10 @@ class CacheFull(KvlabError):
     """A forward pass needs more room than the cache has; raised before anything was written."""
 
 
+class RequestRefused(KvlabError):
+    """An engine cannot serve a request as asked, or not now; it was not queued."""
+
+
 class CannotCrop(KvlabError):
     """A cache was asked to forget more of its recent tokens than its kind can take back."""
 

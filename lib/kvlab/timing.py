@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, quantiles
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from kvlab.errors import MeasureError
 
 
-@dataclass(frozen=True)
+@dataclass
 class Clock:
     """Reads the time after the device has finished its queue, so that a kernel's time is the kernel's own.
 
@@ -32,6 +32,39 @@ class Clock:
         """Seconds on the clock, with the device idle."""
         self.synchronise()
         return self.read()
+
+    def wait_until(self, time: float) -> None:
+        """Do nothing until a time on this clock; nothing at all if it has passed.
+
+        Args:
+            time: in seconds.
+        """
+        sleep(max(time - self.read(), 0.0))
+
+
+class VirtualClock(Clock):
+    """A clock that stands still until it is told how long something took: simulated work takes no time of ours."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        super().__init__(read=lambda: self._seconds)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass.
+
+        Args:
+            seconds: 0 or more.
+
+        Raises:
+            MeasureError: time would run backwards.
+        """
+        if not seconds >= 0:
+            raise MeasureError(f"seconds is {seconds}; a clock advances by 0 or more")
+        self._seconds += seconds
+
+    def wait_until(self, time: float) -> None:
+        """It is that time now; nothing at all if it has passed."""
+        self._seconds = max(self._seconds, time)
 
 
 def clock_for(device: Any) -> Clock:

@@ -8,27 +8,23 @@ from functools import partial
 import torch
 
 from kvlab.cache.base import KVCache, Step, View, Visibility, classify, positions_from_mask, visible
+from kvlab.cache.block_pool import ROOT, BlockPool
 from kvlab.cache.contiguous import ContiguousCache, NoCache
+from kvlab.cache.paged import BlockStorage, PagedCache
 from kvlab.cache.quantized import QuantizedCache
+from kvlab.cache.ragged import BlockView, RaggedBatch, Span
 from kvlab.config import ModelConfig
 from kvlab.errors import ConfigError
 
 __all__ = [
-    "ContiguousCache",
-    "KVCache",
-    "NoCache",
-    "QuantizedCache",
-    "Step",
-    "View",
-    "Visibility",
-    "classify",
-    "make_cache",
-    "positions_from_mask",
-    "visible",
-]
+    "ROOT", "BlockPool", "BlockStorage", "BlockView", "ContiguousCache", "KVCache", "NoCache", "PagedCache",
+    "QuantizedCache", "RaggedBatch", "Span", "Step", "View", "Visibility", "classify", "make_cache",
+    "positions_from_mask", "visible",
+]  # fmt: skip
 
 _KINDS: dict[str, Callable[..., KVCache]] = {
     "contiguous": ContiguousCache,
+    "paged": PagedCache,
     "int8": partial(QuantizedCache, bits=8),
     "int4": partial(QuantizedCache, bits=4),
 }
@@ -45,7 +41,7 @@ def make_cache(
     """A cache of one of the kinds.
 
     Args:
-        kind: ``contiguous``, or ``int8`` or ``int4`` for codes with the newest 32 to 63 tokens exact.
+        kind: ``contiguous``, ``paged``, or ``int8`` or ``int4`` for codes with the newest 32 to 63 tokens exact.
         config: the model's shape.
         batch: rows.
         max_len: tokens a row may come to, prompt and answer together.

@@ -37,6 +37,7 @@ class Visibility(Enum):
     CAUSAL = "as many keys as queries, each sees itself and those before"
     CAUSAL_TAIL = "the queries are the last of the keys: causal, aligned to the lower right"
     MASK = "anything else: an explicit mask built from the rule"
+    BLOCKS = "queries of many requests in one row: each sees the blocks of its own, see kvlab.cache.ragged"
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,15 @@ class Step:
         """What the queries see in a layer."""
         return self.views[self.windows[layer]]
 
-    def last_index(self) -> Int[Tensor, "batch"]:
-        """Column of the last token of each row; the last column of a row that is all padding."""
+    def outputs(self) -> tuple[Int[Tensor, "out"], Int[Tensor, "out"]]:
+        """Row and column of the tokens that continue a sequence: the last of each row, or of each request.
+
+        Of a row that is all padding it is the last column.
+        """
+        rows = torch.arange(len(self.positions), device=self.positions.device)
         order = torch.arange(self.positions.shape[1], device=self.positions.device)
         best = torch.where(self.positions >= 0, order, PADDING).amax(dim=1)
-        return torch.where(best < 0, order[-1], best)
+        return rows, torch.where(best < 0, order[-1], best)
 
 
 def visible(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from kvlab.cache import KVCache, Step, View, Visibility
+from kvlab import kernels
+from kvlab.cache import BlockView, KVCache, Step, View, Visibility
 from kvlab.config import ModelConfig
 from kvlab.model.layers import RMSNorm
 from kvlab.model.rope import rotate
@@ -73,6 +75,8 @@ def attend(
         values: what the cache holds.
         view: who sees what.
     """
+    if isinstance(view, BlockView):
+        return _attend_blocks(q, keys, values, view)
     group = q.shape[1] // keys.shape[1]
     if q.shape[2] == 1:
         # One query: the query heads of a group become rows of one matrix, which share the mask, and no key is copied.
@@ -84,6 +88,37 @@ def attend(
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
     mask = _lower_right(q.shape[2], keys.shape[2]) if view.visibility is Visibility.CAUSAL_TAIL else view.mask
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+def _attend_blocks(
+    q: Float[Tensor, "1 n_head time head_dim"],
+    keys: Float[Tensor, "1 n_kv_head slots head_dim"],
+    values: Float[Tensor, "1 n_kv_head slots head_dim"],
+    view: BlockView,
+) -> Float[Tensor, "1 n_head time head_dim"]:
+    """Each query over the blocks of its own request: tokens and drafts one by one, prompts and chunks at once."""
+    mixed = torch.empty_like(q)
+    if len(view.few):
+        mixed[0][:, view.few] = _attend_few(q[0][:, view.few].transpose(0, 1), keys[0], values[0], view).transpose(0, 1)
+    for start, end, slots, seen in view.many:
+        mixed[:, :, start:end] = attend(q[:, :, start:end], keys[:, :, slots], values[:, :, slots], seen)
+    return mixed
+
+
+def _attend_few(
+    q: Float[Tensor, "few n_head head_dim"],
+    keys: Float[Tensor, "n_kv_head slots head_dim"],
+    values: Float[Tensor, "n_kv_head slots head_dim"],
+    view: BlockView,
+) -> Float[Tensor, "few n_head head_dim"]:
+    """Single queries, by the kernel that follows block tables where there is one, else over copies of their keys."""
+    if kernels.enabled() and q.device.type == "cpu" and q.dtype in kernels.KERNEL_DTYPES and q.shape[2] % 8 == 0:
+        return kernels.paged_attention(
+            q, keys, values, view.tables, view.rows, view.lengths, view.block_size, view.window or 0
+        )
+    slots, seen = view.gathered
+    gathered = keys[:, slots].transpose(0, 1), values[:, slots].transpose(0, 1)
+    return attend(q[:, :, None], *gathered, seen)[:, :, 0]
 
 
 def _lower_right(queries: int, keys: int) -> Tensor:

@@ -124,7 +124,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, cache, step, rope)
         if last_only:
-            x = x[torch.arange(len(x), device=x.device), step.last_index()][:, None]
+            x = x[step.outputs()][:, None]
         return self.head(self.norm(x))
 
     def _require_context(self, cache: KVCache, step: Step) -> None:

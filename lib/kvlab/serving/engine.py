@@ -1,0 +1,254 @@
+"""The engine: a scheduler, somebody who does the work, a clock, and whoever wants to know what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from kvlab.errors import ConfigError, RequestRefused, one_line
+from kvlab.generation import Sampling
+from kvlab.serving.executor import Executor
+from kvlab.serving.request import Request, TokenRequest
+from kvlab.serving.scheduler import Plan, Scheduler
+from kvlab.timing import Clock
+
+EventKind = Literal["queued", "refused", "scheduled", "preempted", "first_token", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to a request, once.
+
+    Args:
+        kind: what; ``scheduled`` is the first time and every time after a preemption. How it finished stands in the
+            request.
+        time: on the engine's clock.
+        request: whose.
+    """
+
+    kind: EventKind
+    time: float
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step did, or several equal ones in a row.
+
+    Args:
+        start: when it began.
+        end: when it ended.
+        fed: tokens that each request fed in each of the steps.
+        emitted: tokens that each request emitted, in all of the steps together.
+        waiting: requests that waited at the end.
+        running: requests that ran at the end.
+        kv_usage: part of the pool that is held at the end, 0 to 1.
+        repeats: how many steps.
+    """
+
+    start: float
+    end: float
+    fed: dict[Request, int]
+    emitted: dict[Request, Sequence[int]]
+    waiting: int
+    running: int
+    kv_usage: float
+    repeats: int = 1
+
+
+class Listener(Protocol):
+    """Somebody who is told everything that an engine does: a log, a summary, a metrics page."""
+
+    def event(self, event: Event) -> None:
+        """Something happened to a request."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step was taken. The events of the requests that it ended come after it."""
+
+
+@dataclass
+class Engine:
+    """Serves requests, one step after another. It does not know whether a model or a cost model does the work.
+
+    Args:
+        scheduler: plans the steps.
+        executor: takes them.
+        clock: that all times are read from.
+        listeners: are told what happens.
+    """
+
+    scheduler: Scheduler
+    executor: Executor
+    clock: Clock = field(default_factory=Clock)
+    listeners: Sequence[Listener] = ()
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
+
+        Args:
+            request: a new one.
+
+        Raises:
+            RequestRefused: it can never be served as asked, or the queue is full.
+            ConfigError: its id is taken, or the executor cannot serve this kind of request.
+        """
+        try:
+            self.executor.require(request)
+            self.scheduler.add(request)
+        except RequestRefused:
+            self._tell("refused", request)
+            raise
+        self._tell("queued", request)
+
+    def abort(self, id: Hashable) -> None:
+        """End a request now, wherever it stands; what it holds is free.
+
+        Args:
+            id: of the request.
+
+        Raises:
+            ConfigError: no such request waits or runs.
+        """
+        self._end(self.scheduler.find(id), "abort")
+
+    def fork(self, id: Hashable, twin_id: Hashable, sampling: Sampling | None = None) -> TokenRequest:
+        """A second answer from where a request stands; the two share their blocks until one of them writes.
+
+        Args:
+            id: of a request that runs.
+            twin_id: of the second answer.
+            sampling: of the second answer; by default the first one's, which without a seed draws other numbers.
+
+        Raises:
+            ConfigError: the request does not run or has no tokens, the new id is taken, or there is no place.
+        """
+        request = self.scheduler.find(id)
+        if not isinstance(request, TokenRequest):
+            raise ConfigError(f"request {id!r} has no tokens; only a TokenRequest has a second answer")
+        twin = TokenRequest(
+            twin_id, request.prompt_tokens, request.max_new_tokens, list(request.tokens), sampling or request.sampling,
+            request.stop_ids,
+        )  # fmt: skip
+        self.scheduler.fork(request, twin)
+        self._tell("queued", twin)
+        self._tell("scheduled", twin)
+        return twin
+
+    def step(self, until: float | None = None) -> StepRecord | None:
+        """Take the next step; None when there is nothing to do.
+
+        Args:
+            until: a time at which something else is to happen: equal steps in a row are taken no further than that.
+        """
+        if not self.scheduler.unfinished:
+            return None
+        start = self.clock.now()
+        plan = self.scheduler.schedule()
+        self._announce(plan, start)
+        if plan.tokens:
+            self.scheduler.repeat(plan, self.executor.repeats(plan, None if until is None else until - start))
+        emitted = self._execute(plan)
+        end = self.clock.now()
+        ended = [request for request in emitted if self._book(request, plan, emitted)]
+        scheduler = self.scheduler
+        record = StepRecord(
+            start, end, plan.tokens, emitted, scheduler.n_waiting, len(scheduler.running), scheduler.pool.usage,
+            plan.repeats,
+        )  # fmt: skip
+        for listener in self.listeners:
+            listener.step(record)
+        for request in ended:
+            self.executor.forget(request)
+            self._tell("finished", request)
+        return record
+
+    def run(self, arrivals: Iterable[tuple[float, Request]] = ()) -> Iterator[StepRecord]:
+        """Serve until everybody is served.
+
+        A request that is refused is told to the listeners, and the others go on. One that arrives during a step joins
+        after it. When nobody is there, the clock is waited for.
+
+        Args:
+            arrivals: requests with the times at which they come, in order, in seconds from now.
+        """
+        begun = self.clock.now()
+        coming = ((begun + seconds, request) for seconds, request in arrivals)
+        arrival = next(coming, None)
+        while arrival is not None or self.scheduler.unfinished:
+            while arrival is not None and arrival[0] <= self.clock.now():
+                with suppress(RequestRefused):  # the listeners know
+                    self.add_request(arrival[1])
+                arrival = next(coming, None)
+            record = self.step(None if arrival is None else arrival[0])
+            if record is not None:
+                yield record
+            elif arrival is not None:
+                self.clock.wait_until(arrival[0])
+
+    def stream(self, id: Hashable) -> Iterator[int]:
+        """The tokens of one request as they come; everybody else is served meanwhile.
+
+        Args:
+            id: of a request that waits or runs.
+
+        Raises:
+            ConfigError: no such request waits or runs.
+        """
+        request = self.scheduler.find(id)
+        while request.finish is None:
+            record = self.step()
+            yield from () if record is None else record.emitted.get(request, ())
+
+    def _announce(self, plan: Plan, now: float) -> None:
+        for kind, requests in (("preempted", plan.preempted), ("scheduled", plan.admitted)):
+            for request in requests:
+                self._tell(kind, request, now)  # type: ignore[arg-type]
+
+    def _execute(self, plan: Plan) -> dict[Request, Sequence[int]]:
+        """Take a step. If it fails, take it request by request: the one that fails alone is ended, the others go on."""
+        if not plan.tokens:
+            return {}
+        try:
+            return self.executor.execute(plan)
+        except Exception as failure:
+            if len(plan.tokens) == 1:
+                (request,) = plan.tokens
+                self._fail(request, plan, failure)
+                return {}
+        emitted: dict[Request, Sequence[int]] = {}
+        for request in list(plan.tokens):
+            try:
+                emitted |= self.executor.execute(plan.alone(request))
+            except Exception as failure:
+                self._fail(request, plan, failure)
+        return emitted
+
+    def _fail(self, request: Request, plan: Plan, failure: Exception) -> None:
+        plan.drop(request)
+        self._end(request, "error", f"{type(failure).__name__}: {one_line(failure)}")
+
+    def _book(self, request: Request, plan: Plan, emitted: dict[Request, Sequence[int]]) -> bool:
+        """Append what a request emitted, as far as its answer goes, and say whether it has ended."""
+        tokens = emitted[request]
+        first = request.new_tokens == 0 and len(tokens) > 0
+        emitted[request] = tokens = tokens[: request.append(tokens)]
+        self.scheduler.computed(request, plan.tokens[request] * plan.repeats, len(tokens))
+        if first:
+            self._tell("first_token", request)
+        if request.finish is None and tokens:
+            request.draft = self.executor.draft(request)
+        return request.finish is not None
+
+    def _end(self, request: Request, finish: Literal["abort", "error"], error: str = "") -> None:
+        request.finish, request.error = finish, error
+        self.scheduler.end(request)
+        self.executor.forget(request)
+        self._tell("finished", request)
+
+    def _tell(self, kind: EventKind, request: Request, time: float | None = None) -> None:
+        if self.listeners:
+            event = Event(kind, self.clock.now() if time is None else time, request)
+            for listener in self.listeners:
+                listener.event(event)
