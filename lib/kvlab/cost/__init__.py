@@ -43,13 +43,14 @@ from kvlab.cost.roofline import (
     step_bytes,
     weight_read_seconds,
 )
+from kvlab.cost.steps import StepTimes, transfer_seconds
 
 __all__ = [
     "FORMATS", "GB", "GIB", "Calibration", "Curve", "Device", "Flops", "Format", "Hardware", "Kernels", "Memory",
-    "Operator", "Parameters", "PassTime", "Pool", "Prediction", "Row", "Timed", "activation_bytes", "cache_bytes_read",
-    "chunks", "clamp_max_tokens", "critical_batch", "decode_pass", "experts_touched", "flops", "format_of",
-    "hardware_names", "hardware_of", "kv_bytes", "kv_bytes_per_token", "kv_elements_per_token", "largest_batch",
-    "logits_bytes", "mbu", "mfu", "middle_step", "operators", "parameters", "pass_time", "pool_bytes", "predict",
-    "prefill_pass", "step_bytes", "tokens_per_verification", "tokens_read_again", "visible_pairs", "weight_bytes",
-    "weight_bytes_read", "weight_read_seconds",
+    "Operator", "Parameters", "PassTime", "Pool", "Prediction", "Row", "StepTimes", "Timed", "activation_bytes",
+    "cache_bytes_read", "chunks", "clamp_max_tokens", "critical_batch", "decode_pass", "experts_touched", "flops",
+    "format_of", "hardware_names", "hardware_of", "kv_bytes", "kv_bytes_per_token", "kv_elements_per_token",
+    "largest_batch", "logits_bytes", "mbu", "mfu", "middle_step", "operators", "parameters", "pass_time", "pool_bytes",
+    "predict", "prefill_pass", "step_bytes", "tokens_per_verification", "tokens_read_again", "transfer_seconds",
+    "visible_pairs", "weight_bytes", "weight_bytes_read", "weight_read_seconds",
 ]  # fmt: skip

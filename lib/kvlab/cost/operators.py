@@ -92,12 +92,17 @@ def cache_bytes_read(model: Shape, rows: Sequence[Row], kv: str | Format = "bflo
         ConfigError: a name is unknown.
     """
     config = shape_of(model)
-    tokens = sum(_held(row, window) for window in config.windows for row in rows)
+    tokens = sum(keys_read(row, window) for window in config.windows for row in rows)
     return round(tokens * kv_elements_of_a_layer(config) * cache_format(config, kv).bytes_per_element)
 
 
-def _held(row: Row, window: int | None) -> int:
-    """Keys that some query of the row sees."""
+def keys_read(row: Row, window: int | None) -> int:
+    """Keys that some query of the row sees, in one layer.
+
+    Args:
+        row: what a request contributes.
+        window: of the layer.
+    """
     return row.past + row.new if window is None else min(row.past + row.new, window + row.new - 1)
 
 
@@ -152,19 +157,31 @@ def _attentions(config: ModelConfig, rows: Sequence[Row], narrow: float, width: 
 
 def _attention(config: ModelConfig, rows: Sequence[Row], window: int | None, narrow: float, width: float) -> Operator:
     layers, tokens = config.windows.count(window), sum(row.new for row in rows)
-    held = [_held(row, window) for row in rows]
-    moved = sum(held) * kv_elements_of_a_layer(config) * narrow
-    moved += 2 * tokens * config.n_head * config.head_dim * width
+    keys = [keys_read(row, window) for row in rows]
+    moved = attention_bytes(config, tokens, sum(keys), narrow, width)
     return Operator(
         name="attention" if window is None else f"attention({window})",
         part="attention",
         calls=layers,
         launches=5,
         rows=max(row.new for row in rows),
-        keys=max(held),
+        keys=max(keys),
         flops=layers * attention_flops(config, rows, window),
         bytes=layers * moved,
     )
+
+
+def attention_bytes(config: ModelConfig, queries: int, keys: int, narrow: float, width: float) -> float:
+    """Bytes that attention of one layer reads and writes: keys with their values, queries, and what comes out.
+
+    Args:
+        config: the model's shape.
+        queries: tokens of the pass.
+        keys: that some query sees, of all rows.
+        narrow: bytes of an element of the cache.
+        width: bytes of an element of the activations.
+    """
+    return keys * kv_elements_of_a_layer(config) * narrow + 2 * queries * config.n_head * config.head_dim * width
 
 
 def _elementwise(config: ModelConfig, tokens: int, width: float) -> Iterator[Operator]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvlab.config import Shape, shape_of
 from kvlab.cost.flops import Row, decode_pass, flops, require_rows
@@ -79,7 +79,7 @@ class PassTime:
     @property
     def seconds(self) -> float:
         """Of the whole pass: the longer of host and device where they overlap, else their sum."""
-        return max(self.kernels_s, self.host_s) if self.asynchronous else self.kernels_s + self.host_s
+        return together(self.kernels_s, self.host_s, self.asynchronous)
 
     def share(self, part: Part) -> float:
         """Part of the seconds that go to one kind of work, 0 to 1; all parts add up to 1.
@@ -90,6 +90,127 @@ class PassTime:
         if part == "overhead":
             return 1 - self.kernels_s / self.seconds
         return sum(timed.kernel_s for timed in self.operators if timed.operator.part == part) / self.seconds
+
+
+def together(kernels_s: float, host_s: float, asynchronous: bool) -> float:
+    """Seconds of host and device: the longer of both where they overlap, else their sum.
+
+    Args:
+        kernels_s: seconds that the device works.
+        host_s: seconds that the host needs to start everything.
+        asynchronous: the host runs ahead of the device.
+    """
+    return max(kernels_s, host_s) if asynchronous else kernels_s + host_s
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What a data sheet says of an operator: arithmetic at the peak, bytes at the full bandwidth, nothing of the host.
+
+    Args:
+        flops: FLOP/s.
+        bandwidth: byte/s.
+    """
+
+    flops: float
+    bandwidth: float
+    pass_s: ClassVar[float] = 0.0
+    asynchronous: ClassVar[bool] = True
+
+    def timed(self, operator: Operator, working_set: float) -> Timed:
+        """What an operator takes.
+
+        Args:
+            operator: what runs.
+            working_set: bytes of all matrices of the pass; a peak knows no difference.
+        """
+        # An engine fuses what only moves activations into its neighbours: against a data sheet it counts nothing.
+        moved = 0.0 if operator.part == "elementwise" else operator.bytes
+        return Timed(operator, operator.flops / self.flops, moved / self.bandwidth, 0.0)
+
+    def attention(self, queries: float, keys: int, flops: float, moved: float, calls: int) -> tuple[float, float]:
+        """Seconds that attention needs for its arithmetic, and for its bytes.
+
+        Args:
+            queries: of the longest row.
+            keys: that a query sees at most.
+            flops: operations of all calls.
+            moved: bytes of all calls.
+            calls: layers.
+        """
+        return flops / self.flops, moved / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What was measured of an operator.
+
+    Args:
+        measured: of the device.
+        kernels: of the dtype, among them.
+    """
+
+    measured: Calibration
+    kernels: Kernels
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds of the host that belong to no operator."""
+        return self.kernels.pass_s
+
+    @property
+    def asynchronous(self) -> bool:
+        """The host runs ahead of the device."""
+        return self.measured.asynchronous
+
+    def timed(self, operator: Operator, working_set: float) -> Timed:
+        """What an operator takes.
+
+        Args:
+            operator: what runs.
+            working_set: bytes of all matrices of the pass.
+        """
+        kernels, launch = self.kernels, operator.calls * operator.launches * self.kernels.launch_s
+        if operator.part == "elementwise":
+            each = operator.bytes / operator.calls
+            return Timed(operator, 0.0, operator.bytes / kernels.elementwise[operator.name].at(each), launch)
+        if operator.part == "attention":
+            figures = operator.rows, operator.keys, operator.flops, operator.bytes, operator.calls
+            return Timed(operator, *self.attention(*figures), launch)
+        compute = operator.flops / kernels.linear_rate(operator.rows, working_set)
+        return Timed(operator, compute, operator.bytes / self.measured.read_bandwidth.at(working_set), launch)
+
+    def attention(self, queries: float, keys: int, flops: float, moved: float, calls: int) -> tuple[float, float]:
+        """Seconds that attention needs for its arithmetic, and for its bytes: decode steps read, prompts compute.
+
+        Args:
+            queries: of the longest row.
+            keys: that a query sees at most.
+            flops: operations of all calls.
+            moved: bytes of all calls.
+            calls: layers.
+        """
+        if queries == 1:
+            return 0.0, moved / self.kernels.decode_attention.at(moved / calls)
+        return flops / self.kernels.prefill_attention.at(keys), 0.0
+
+
+def rates_of(hardware: Hardware, dtype: str) -> Peaks | Curves:
+    """What a device was measured to do, or else the peaks of its data sheet.
+
+    Args:
+        hardware: the device.
+        dtype: of the arithmetic.
+
+    Raises:
+        ConfigError: the device knows no rate for the dtype.
+    """
+    measured = hardware.calibration
+    if measured is None:
+        return Peaks(hardware.peak(dtype), hardware.bandwidth)
+    if dtype not in measured.kernels:
+        raise ConfigError(f"{hardware.name} was calibrated for {', '.join(measured.kernels)}, not for {dtype}")
+    return Curves(measured, measured.kernels[dtype])
 
 
 def pass_time(
@@ -119,16 +240,10 @@ def pass_time(
     """
     config, hardware = shape_of(model), hardware_of(device)
     found = operators(config, rows, dtype, weights=weights, kv=kv)
-    measured = hardware.calibration
-    if measured is None:
-        timed = [_at_the_peak(operator, hardware, dtype) for operator in found]
-        return PassTime(tuple(timed), 0.0, asynchronous=True)
-    if dtype not in measured.kernels:
-        raise ConfigError(f"{hardware.name} was calibrated for {', '.join(measured.kernels)}, not for {dtype}")
+    rates = rates_of(hardware, dtype)
     working_set = sum(operator.bytes for operator in found if operator.part in ("linear", "head"))
-    kernels = measured.kernels[dtype]
-    timed = [_as_measured(operator, measured, kernels, working_set) for operator in found]
-    return PassTime(tuple(timed), kernels.pass_s, measured.asynchronous)
+    timed = tuple(rates.timed(operator, working_set) for operator in found)
+    return PassTime(timed, rates.pass_s, rates.asynchronous)
 
 
 def critical_batch(device: Device, dtype: str = "bfloat16", weights: str | Format | None = None) -> float:
@@ -220,23 +335,3 @@ def step_bytes(
     """
     rows = decode_pass(past, batch)
     return weight_bytes_read(model, weights, batch) + cache_bytes_read(model, rows, kv or unquantized(weights))
-
-
-def _at_the_peak(operator: Operator, hardware: Hardware, dtype: str) -> Timed:
-    # An engine fuses what only moves activations into its neighbours: against a data sheet it counts nothing.
-    moved = 0.0 if operator.part == "elementwise" else operator.bytes
-    compute = operator.flops / hardware.peak(dtype) if operator.flops else 0.0
-    return Timed(operator, compute, moved / hardware.bandwidth, 0.0)
-
-
-def _as_measured(operator: Operator, measured: Calibration, kernels: Kernels, working_set: float) -> Timed:
-    launch = operator.calls * operator.launches * kernels.launch_s
-    each = operator.bytes / operator.calls
-    if operator.part == "elementwise":
-        return Timed(operator, 0.0, operator.bytes / kernels.elementwise[operator.name].at(each), launch)
-    if operator.part == "attention":
-        if operator.rows == 1:
-            return Timed(operator, 0.0, operator.bytes / kernels.decode_attention.at(each), launch)
-        return Timed(operator, operator.flops / kernels.prefill_attention.at(operator.keys), 0.0, launch)
-    compute = operator.flops / kernels.linear_rate(operator.rows, working_set)
-    return Timed(operator, compute, operator.bytes / measured.read_bandwidth.at(working_set), launch)
