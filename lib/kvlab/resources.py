@@ -1,4 +1,4 @@
-"""Where the small files that ship with kvlab live: shapes, the tiny model, the figure style, statements."""
+"""Where the small files that ship with kvlab live: shapes, workloads, the tiny model, the figure style, statements."""
 
 from pathlib import Path
 
