@@ -1,22 +1,38 @@
-"""Generation: prefill, decode, sampling, and text as it arrives."""
+"""Generation: prefill, decode, sampling, speculation, and text as it arrives."""
 
 from kvlab.generation.beam import Beam, beam_search
 from kvlab.generation.compiled import CompiledDecode, compile_step, package
 from kvlab.generation.fixed import FixedDecode
 from kvlab.generation.generate import Generation, Timing, TokenStep, decode, generate, prefill
 from kvlab.generation.sampling import Sampler, Sampling, probabilities
+from kvlab.generation.speculative import (
+    Draft,
+    Drafter,
+    ModelDrafter,
+    NGramDrafter,
+    Speculation,
+    accept,
+    speculate,
+    truncated,
+)
 from kvlab.generation.text import TextStream
 
 __all__ = [
     "Beam",
     "CompiledDecode",
+    "Draft",
+    "Drafter",
     "FixedDecode",
     "Generation",
+    "ModelDrafter",
+    "NGramDrafter",
     "Sampler",
     "Sampling",
+    "Speculation",
     "TextStream",
     "Timing",
     "TokenStep",
+    "accept",
     "beam_search",
     "compile_step",
     "decode",
@@ -24,4 +40,6 @@ __all__ = [
     "package",
     "prefill",
     "probabilities",
+    "speculate",
+    "truncated",
 ]

@@ -117,27 +117,40 @@ class _Row:
     finish: FinishReason | None = None
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a generation begins with; :func:`prepare` checks and makes it.
+
+    Args:
+        model: the decoder.
+        prompts: token ids of each row.
+        rows: the answers, still empty.
+        sampler: picks the tokens.
+        eos: ids that end an answer.
+        cache: of as many rows; has room for prompts and answers.
+        clock: what time is.
+    """
+
+    model: GPT
+    prompts: list[list[int]]
+    rows: list[_Row]
+    sampler: Sampler
+    eos: frozenset[int]
+    cache: KVCache
+    clock: Clock
+
+
 class Generation:
     """An answer in the making: iterate over its tokens, or ``run()`` it to the end.
 
     Nothing is computed before the first token is asked for, and a broken-off iteration can be taken up again.
     """
 
-    def __init__(
-        self,
-        model: GPT,
-        prompts: list[list[int]],
-        rows: list[_Row],
-        sampler: Sampler,
-        eos: frozenset[int],
-        cache: KVCache,
-        clock: Clock,
-        compiled: CompiledDecode | None = None,
-    ) -> None:
-        self.cache, self._compiled = cache, compiled
-        self.timing = Timing([RequestTimes(0.0) for _ in prompts], [len(p) for p in prompts])
-        self._model, self._prompts, self._rows = model, prompts, rows
-        self._sampler, self._eos, self._clock = sampler, eos, clock
+    def __init__(self, work: Work, compiled: CompiledDecode | None = None) -> None:
+        self.cache, self._compiled = work.cache, compiled
+        self.timing = Timing([RequestTimes(0.0) for _ in work.prompts], [len(p) for p in work.prompts])
+        self._model, self._prompts, self._rows = work.model, work.prompts, work.rows
+        self._sampler, self._eos, self._clock = work.sampler, work.eos, work.clock
         self._steps = self._generate()
 
     def __iter__(self) -> Iterator[TokenStep]:
@@ -180,7 +193,7 @@ class Generation:
             now = self._clock.now() - start
             alive = [index for index, row in enumerate(self._rows) if row.finish is None]
             for index in alive:
-                yield self._accept(index, newest[index], phase, now)
+                yield self._add(index, newest[index], phase, now)
             going = torch.tensor([[row.finish is None] for row in self._rows])
             if not going.any():
                 return
@@ -195,7 +208,7 @@ class Generation:
         # A row that is done is padding from now on: nothing is written for it.
         return decode(self._model, tokens, self.cache, positions_from_mask(going, self.cache.rows_seen))
 
-    def _accept(self, index: int, token: int, phase: Phase, now: float) -> TokenStep:
+    def _add(self, index: int, token: int, phase: Phase, now: float) -> TokenStep:
         row = self._rows[index]
         row.tokens.append(token)
         self.timing.requests[index].tokens.append(now)
@@ -242,6 +255,33 @@ def generate(
         PromptError: a prompt is empty, too long for the context, or holds an unknown id.
         SamplingError: the number of sampling settings is not the number of prompts.
     """
+    work = prepare(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        cache=cache,
+        clock=clock,
+    )
+    if compiled is not None and not isinstance(work.cache, ContiguousCache):
+        raise ConfigError(f"a compiled step works on a contiguous cache, not on a {type(work.cache).__name__}")
+    return Generation(work, compiled)
+
+
+def prepare(
+    model: LoadedModel | GPT,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | Sequence[Sampling] | None,
+    stop: Sequence[str],
+    ignore_eos: bool,
+    cache: KVCache | str,
+    clock: Clock | None,
+) -> Work:
+    """Check what was asked for and make what it takes. Arguments and errors are those of :func:`generate`."""
     network, tokenizer = (model.model, model.tokenizer) if isinstance(model, LoadedModel) else (model, None)
     rows = token_rows(prompts, tokenizer, network.config.vocab_size)
     seen = [0] * len(rows) if isinstance(cache, str) else cache.rows_seen
@@ -249,10 +289,8 @@ def generate(
     if isinstance(cache, str):
         room = max(len(row) + limit - 1 for row, limit in zip(rows, most, strict=True))
         cache = make_cache(cache, network.config, len(rows), room, network.dtype, network.device)
-    if compiled is not None and not isinstance(cache, ContiguousCache):
-        raise ConfigError(f"a compiled step works on a contiguous cache, not on a {type(cache).__name__}")
     eos = () if ignore_eos else (tokenizer.eos_token_ids if tokenizer else network.config.eos_token_ids)
-    return Generation(
+    return Work(
         network,
         rows,
         [_Row(TextStream(tokenizer.decode, stop) if tokenizer else None, limit) for limit in most],
@@ -260,7 +298,6 @@ def generate(
         frozenset(eos),
         cache,
         clock or clock_for(network.device),
-        compiled,
     )
 
 

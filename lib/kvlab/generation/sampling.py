@@ -63,6 +63,9 @@ def probabilities(
         n_vocab: ids from here on are padding of the embedding and get probability 0.
     """
     logits = _finite(logits, n_vocab)
+    greedy = torch.zeros_like(logits).scatter_(1, logits.argmax(dim=1, keepdim=True), 1.0)
+    if all(s.greedy for s in settings):
+        return greedy
     column = lambda values: torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]  # noqa: E731
     # The largest logit is subtracted before the division: a temperature of 1e-6 must not overflow.
     smallest = torch.finfo(torch.float32).tiny
@@ -73,7 +76,6 @@ def probabilities(
             probs, column([s.top_k or probs.shape[1] for s in settings]), column([s.top_p for s in settings])
         )
     probs = torch.where(probs < column([s.min_p for s in settings]) * probs.amax(dim=1, keepdim=True), 0.0, probs)
-    greedy = torch.zeros_like(probs).scatter_(1, logits.argmax(dim=1, keepdim=True), 1.0)
     probs = torch.where(column([float(s.greedy) for s in settings]).bool(), greedy, probs)
     return probs / probs.sum(dim=1, keepdim=True)
 
@@ -112,14 +114,24 @@ class Sampler:
 
     def __init__(self, settings: Sequence[Sampling], n_vocab: int | None = None) -> None:
         self.settings, self.n_vocab = list(settings), n_vocab
-        self._streams = [_stream(s.seed) for s in settings]
+        self._streams = [stream_of(s.seed) for s in settings]
 
     def __call__(self, logits: Float[Tensor, "batch vocab"]) -> list[int]:
         """One token id a row."""
         if all(s.greedy for s in self.settings):
-            return _finite(logits, self.n_vocab).argmax(dim=1).tolist()
+            return most_likely(logits, self.n_vocab)
         draws = torch.stack([torch.rand(1, generator=stream) for stream in self._streams])
         return draw(probabilities(logits, self.settings, self.n_vocab), draws.to(logits.device))
+
+
+def most_likely(logits: Float[Tensor, "batch vocab"], n_vocab: int | None = None) -> list[int]:
+    """The token of the largest logit of each row: what a temperature of 0 picks.
+
+    Args:
+        logits: of the next token.
+        n_vocab: ids from here on are never picked.
+    """
+    return _finite(logits, n_vocab).argmax(dim=1).tolist()
 
 
 def draw(probs: Float[Tensor, "batch vocab"], uniform: Float[Tensor, "batch 1"]) -> list[int]:
@@ -137,8 +149,12 @@ def draw(probs: Float[Tensor, "batch vocab"], uniform: Float[Tensor, "batch 1"])
     return torch.minimum(chosen, last).tolist()
 
 
-def _stream(seed: int | None) -> torch.Generator:
-    """A CPU generator, whatever the device: the same seed then gives the same tokens everywhere."""
+def stream_of(seed: int | None) -> torch.Generator:
+    """Random numbers from a CPU, whatever the device: the same seed then gives the same tokens everywhere.
+
+    Args:
+        seed: where the stream begins; None draws a beginning.
+    """
     stream = torch.Generator()
     if seed is None:
         stream.seed()
