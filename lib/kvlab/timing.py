@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, quantiles
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, Protocol
 
 from kvlab.errors import MeasureError
 
@@ -134,8 +134,39 @@ def carries_token(delta: Mapping[str, Any]) -> bool:
     return any(delta.get(part) for part in ("content", "reasoning", "reasoning_content", "refusal", "tool_calls"))
 
 
+class Latencies(Protocol):
+    """What a promise is about: figures of one request, None where there is nothing to measure."""
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token."""
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first."""
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which so many per cent lie, on a straight line between the two nearest.
+
+    Args:
+        values: in any order; one or more.
+        percent: 0 to 100; 50 is the median.
+
+    Raises:
+        MeasureError: there is no value, or ``percent`` is outside its range.
+    """
+    if not values or not 0 <= percent <= 100:
+        raise MeasureError(f"percentile {percent} of {len(values)} values; give 0 to 100, and one value or more")
+    ranked = sorted(values)
+    place = percent / 100 * (len(ranked) - 1)
+    low = int(place)
+    high = min(low + 1, len(ranked) - 1)
+    return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+
+
 def goodput(
-    requests: Sequence[RequestTimes], seconds: float, *, ttft: float | None = None, tpot: float | None = None
+    requests: Sequence[Latencies], seconds: float, *, ttft: float | None = None, tpot: float | None = None
 ) -> float:
     """Requests per second that kept every promise (DistServe, arXiv:2401.09670).
 
@@ -155,7 +186,7 @@ def goodput(
     return sum(_kept(request, ttft, tpot) for request in requests) / seconds
 
 
-def _kept(request: RequestTimes, ttft: float | None, tpot: float | None) -> bool:
+def _kept(request: Latencies, ttft: float | None, tpot: float | None) -> bool:
     if request.ttft is None:
         return False
     in_time = ttft is None or request.ttft <= ttft

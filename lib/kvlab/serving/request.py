@@ -41,6 +41,8 @@ class Request:
     #: What went wrong, where ``finish`` is ``error``.
     error: str = field(init=False, default="")
     preemptions: int = field(init=False, default=0)
+    #: Tokens whose keys and values come along, computed by another engine.
+    brought: int = field(init=False, default=0)
     #: Place in the order of arrival, and the step of the scheduler at which it arrived.
     number: int = field(init=False, default=0)
     added_at: int = field(init=False, default=0)
