@@ -224,7 +224,7 @@ def settle(probs: Float[Tensor, "rows vocab"], draft: Draft, uniform: Float[Tens
 
     A token of probability p that was drawn with probability q stays with probability min(1, p / q). At the first that
     does not, the answer goes on with a draw from what p has more than q, max(p - q, 0) made to sum to 1; after a draft
-    that stays whole, with a draw from the last row (arXiv:2211.17192, algorithm 1; theorem 3.5 says why it is exact).
+    that stays whole, with a draw from the last row (arXiv:2211.17192, algorithm 1; appendix A.1 says why it is exact).
 
     Args:
         probs: the target's distributions: of each drafted token, and of the one after the draft.
@@ -309,7 +309,10 @@ class Speculation(Generation):
 
     @property
     def acceptance(self) -> float | None:
-        """Fraction of the drafted tokens that are in the answer; None before anything was drafted."""
+        """Fraction of the drafted tokens that are in the answer; None before anything was drafted.
+
+        What was drafted after a rejected token counts as drafted too, so this is below the chance that a token stays.
+        """
         return self.accepted / self.drafted if self.drafted else None
 
     @property
