@@ -1,4 +1,4 @@
-"""Compile ``linear.cpp`` for this machine, once."""
+"""Compile the C++ sources for this machine, once, into one library."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from kvlab.errors import DeviceError
 from kvlab.store import cache_folder, publish, staging
 
 SOURCE = Path(__file__).with_name("linear.cpp")
+SOURCES = (SOURCE, SOURCE.with_name("attention.cpp"))
 
 #: Not -ffast-math: it would stop the whole process from having subnormal numbers. Sums are split by hand instead.
 FLAGS = (
@@ -29,9 +31,10 @@ def instruction_set() -> str:
 
 
 def library() -> Path:
-    """Where the compiled library is, or will be: one for each source, torch, instruction set and set of flags."""
-    key = "\n".join((SOURCE.read_text("utf8"), torch.__version__, instruction_set(), _processor(), *FLAGS))
-    return cache_folder() / "kernels" / f"linear-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    """Where the compiled library is, or will be: one for each state of the sources, torch, instruction set, flags."""
+    sources = [path.read_text("utf8") for path in SOURCES]
+    key = "\n".join((*sources, torch.__version__, instruction_set(), _processor(), *FLAGS))
+    return cache_folder() / "kernels" / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 
 
 def built() -> bool:
@@ -65,12 +68,15 @@ def build() -> Path:
         return target
     compiler, root = require_compiler(), Path(torch.__file__).parent
     with staging(target) as work:
-        made, part = work / target.name, work / "linear.o"
+        made = work / target.name
         includes = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
-        _run(compiler, *FLAGS, *includes, "-c", str(SOURCE), "-o", str(part))
+        parts = [work / f"{source.stem}.o" for source in SOURCES]
+        commands = [(*FLAGS, *includes, "-c", str(s), "-o", str(o)) for s, o in zip(SOURCES, parts, strict=True)]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda command: _run(compiler, *command), commands))
         # Linked without -fopenmp: the threads shall be torch's own, not those of a second OpenMP library.
         where = [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"]
-        _run(compiler, "-shared", str(part), "-o", str(made), *where, "-ltorch_cpu", "-lc10")
+        _run(compiler, "-shared", *map(str, parts), "-o", str(made), *where, "-ltorch_cpu", "-lc10")
         return publish(made, target)
 
 
@@ -78,7 +84,7 @@ def _run(compiler: str, *arguments: str) -> None:
     ran = subprocess.run([compiler, *arguments], capture_output=True, text=True)
     if ran.returncode:
         reason = next((line for line in ran.stderr.splitlines() if "error" in line), ran.stderr[-300:])
-        raise DeviceError(f"{compiler} cannot compile {SOURCE.name}: {reason.strip()}")
+        raise DeviceError(f"{compiler} cannot compile the kernels: {reason.strip()}")
 
 
 def _processor() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from kvlab.kernels.compiler import built, library
@@ -34,6 +34,7 @@ def enable() -> bool:
             len(codes), codes.shape[1] * 8 // bits, dtype=torch.float32
         ),
     )
+    torch.library.register_fake("kvlab::paged_attention", lambda q, *_: q.new_empty(q.shape))
     return True
 
 
@@ -44,7 +45,13 @@ def direct_calls() -> dict[torch._ops.OpOverload, list[str]]:
     tensor, error = "AtenTensorHandle", "AOTITorchError"
     wide = f"{error} aoti_torch_cpu_wide_linear({tensor}, {tensor}, {tensor}*)"
     code = f"{error} aoti_torch_cpu_code_linear({tensor}, {tensor}, {tensor}, {tensor}*, int64_t, {tensor}*)"
-    return {torch.ops.kvlab.wide_linear.default: [wide], torch.ops.kvlab.code_linear.default: [code]}
+    paged = f"{error} aoti_torch_cpu_paged_attention({', '.join([tensor] * 6)}, int64_t, int64_t, {tensor}*)"
+    kernels = torch.ops.kvlab
+    return {
+        kernels.wide_linear.default: [wide],
+        kernels.code_linear.default: [code],
+        kernels.paged_attention.default: [paged],
+    }
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
@@ -112,3 +119,38 @@ def code_unpack(
         bits: 8 or 4.
     """
     return torch.ops.kvlab.code_unpack(codes, scale, minimum, bits)
+
+
+def paged_attention(
+    q: Float[Tensor, "queries n_head head_dim"],
+    keys: Float[Tensor, "n_kv_head slots head_dim"],
+    values: Float[Tensor, "n_kv_head slots head_dim"],
+    tables: Int64[Tensor, "requests max_blocks"],
+    rows: Int64[Tensor, " queries"],
+    lengths: Int64[Tensor, " queries"],
+    block_size: int,
+    window: int = 0,
+) -> Float[Tensor, "queries n_head head_dim"]:
+    """``softmax(q k / sqrt(head_dim)) v`` for one query each, over keys and values that lie in blocks.
+
+    Sums are float32. The result for a query does not depend on the queries beside it, nor on the number of threads. A
+    slot beyond a length, a table entry that no length reaches, and the row of a query of length 0 are never read.
+
+    Args:
+        q: the queries; float32, bfloat16 or float16, their last dimension contiguous.
+        keys: of all requests, in the dtype of the queries; block b has the slots from ``b * block_size``. The last
+            dimension is contiguous.
+        values: like keys.
+        tables: the blocks of each request, in order.
+        rows: the table that each query reads.
+        lengths: the keys that each query sees: positions 0 to length - 1 of its request. A query of length 0 is
+            padding: its output is zero.
+        block_size: tokens of a block.
+        window: only the last ``window`` of these positions are seen; 0: all.
+
+    Raises:
+        RuntimeError: shapes or dtypes do not fit, or a length, a row or a block does not exist.
+
+    Sources: paged attention, arXiv:2309.06180; the pieces of a long request as in Flash-Decoding (Dao et al., 2023).
+    """
+    return torch.ops.kvlab.paged_attention(q, keys, values, tables, rows, lengths, block_size, window)
