@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvlab.book.setting import Lab, setup
     from kvlab.book.source import show
     from kvlab.book.stage import explorer, in_build, progress
-    from kvlab.book.timelines import Row, Span, timeline
+    from kvlab.book.timelines import Row, Span, engine_rows, timeline
 
 _HOME = {
     "DecodeStepCalculator": "calculators",
@@ -50,6 +50,7 @@ _HOME = {
     "progress": "stage",
     "Row": "timelines",
     "Span": "timelines",
+    "engine_rows": "timelines",
     "timeline": "timelines",
 }
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "Row",
     "Span",
     "claim",
+    "engine_rows",
     "explorer",
     "figure",
     "in_build",

@@ -10,6 +10,8 @@ from kvlab.book.colours import CACHE, DECODE, IDLE, INK, PREFILL
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from kvlab.serving import EventLog, Request
+
 _COLOURS = {"prefill": PREFILL, "decode": DECODE, "cache": CACHE, "wait": IDLE}
 _LABELS = {"wait": "waiting", "prefill": "prefill", "decode": "decode step", "cache": "KV cache"}
 
@@ -65,6 +67,32 @@ def timeline(
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", length=0)
     _legend(axes, {kind for row in rows for _, _, kind in row[1]}, any(_waits(Row(*row)) for row in rows))
+
+
+def engine_rows(log: EventLog, *, per_second: float = 1e3) -> list[Row]:
+    """What an engine did, as rows of a :func:`timeline`: one request each, in the order in which they came.
+
+    A step in which a request feeds several tokens is prefill, one in which it feeds a single token a decode step; the
+    first token of an answer comes at the end of the last step of its prompt, whatever its size.
+
+    Args:
+        log: of the engine.
+        per_second: units of the time axis in a second; 1,000 for milliseconds.
+    """
+    queued = {event.request: event.time for event in log.events if event.kind == "queued"}
+    if not queued:
+        return []
+    zero = min(queued.values())
+    spans: dict[Request, list[Span]] = {request: [] for request in queued}
+    answering: set[Request] = set()
+    for record in log.steps:
+        start, length = (record.start - zero) * per_second, (record.end - record.start) * per_second
+        for request, fed in record.fed.items():
+            kind = "decode" if fed == 1 and request in answering else "prefill"
+            spans[request].append(Span(start, length, kind))
+            if record.emitted.get(request):
+                answering.add(request)
+    return [Row(str(request.id), spans[request], (time - zero) * per_second) for request, time in queued.items()]
 
 
 def _draw_row(axes: Axes, y: int, row: Row) -> None:

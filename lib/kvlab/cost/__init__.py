@@ -43,11 +43,12 @@ from kvlab.cost.roofline import (
     step_bytes,
     weight_read_seconds,
 )
-from kvlab.cost.steps import StepTimes, transfer_seconds
+from kvlab.cost.steps import StepCurves, StepTimes, transfer_seconds
 
 __all__ = [
     "FORMATS", "GB", "GIB", "Calibration", "Curve", "Device", "Flops", "Format", "Hardware", "Kernels", "Memory",
-    "Operator", "Parameters", "PassTime", "Pool", "Prediction", "Row", "StepTimes", "Timed", "activation_bytes",
+    "Operator", "Parameters", "PassTime", "Pool", "Prediction", "Row", "StepCurves", "StepTimes", "Timed",
+    "activation_bytes",
     "cache_bytes_read", "chunks", "clamp_max_tokens", "critical_batch", "decode_pass", "experts_touched", "flops",
     "format_of", "hardware_names", "hardware_of", "kv_bytes", "kv_bytes_per_token", "kv_elements_per_token",
     "largest_batch", "logits_bytes", "mbu", "mfu", "middle_step", "operators", "parameters", "pass_time", "pool_bytes",

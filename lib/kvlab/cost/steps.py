@@ -7,12 +7,13 @@ out once for each number of tokens and of logits, and attention comes from sums 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 from kvlab.config import ModelConfig, Shape, shape_of
-from kvlab.cost.flops import Row, attention_flops, require_rows
+from kvlab.cost.flops import Row, attention_flops, require_rows, visible_pairs
 from kvlab.cost.formats import Format, format_of
-from kvlab.cost.hardware import Device, hardware_of
+from kvlab.cost.hardware import Curve, Device, hardware_of
 from kvlab.cost.memory import cache_format, kv_bytes
 from kvlab.cost.operators import attention_bytes, keys_read
 from kvlab.cost.roofline import Curves, PassTime, Peaks, pass_time, rates_of, together
@@ -91,6 +92,58 @@ class StepTimes:
             for layers in self._layers:
                 kernels_s += layers.steps_s(steps)
         return together(kernels_s, host_s, self._asynchronous)
+
+
+@dataclass(frozen=True)
+class StepCurves:
+    """How long the steps of one engine take, from steps that were measured rather than from its operators.
+
+    A step costs what its number of tokens costs, whatever requests they belong to, and what attention costs beyond
+    that: for each cached token that a decode row reads, for each (query, key) pair of the other rows, and for the
+    kernels of each further prompt and of both kinds of rows in one step. Vidur (arXiv:2405.05465) profiles and
+    interpolates in the same way.
+    :func:`kvlab.measure.calibrate_steps` measures it.
+
+    Args:
+        tokens_s: seconds of a step by its tokens, attention aside.
+        held_s: seconds for each cached token that a row of one token reads.
+        pair_s: seconds for each visible pair of a row of several tokens.
+        prompt_s: seconds for each such row but the first.
+        both_s: seconds for a step that has rows of one token and rows of several.
+
+    Raises:
+        ConfigError: a time is negative.
+    """
+
+    tokens_s: Curve
+    held_s: float
+    pair_s: float
+    prompt_s: float
+    both_s: float
+
+    def __post_init__(self) -> None:
+        if min(times := (self.held_s, self.pair_s, self.prompt_s, self.both_s)) < 0:
+            raise ConfigError(f"held_s, pair_s, prompt_s and both_s are {times}; each is 0 or more")
+
+    def seconds(self, decodes: int, held: int, prompts: Sequence[Row] = ()) -> float:
+        """The time of one step.
+
+        Beyond the most tokens that were measured, time grows in proportion.
+
+        Args:
+            decodes: rows of one token.
+            held: tokens that their caches hold together, before the step.
+            prompts: the other rows.
+        """
+        if decodes < 1 or held < 0:
+            _require_possible(decodes, held, prompts)
+        tokens = decodes + sum(row.new for row in prompts)
+        pairs = sum(visible_pairs(row.new, row.past) for row in prompts)
+        beyond = max(tokens / self.tokens_s.x[-1], 1.0)
+        seconds = self.tokens_s.at(tokens) * beyond + held * self.held_s + pairs * self.pair_s
+        if prompts:
+            seconds += (len(prompts) - 1) * self.prompt_s + (self.both_s if decodes else 0.0)
+        return seconds
 
 
 class _Layers:

@@ -21,6 +21,8 @@
 #include <cstring>
 #include <optional>
 #include <vector>
+
+#include "tiles.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -357,7 +359,12 @@ Tensor wide_linear(const Tensor& x, const Tensor& weight) {
   const Weights w{data, weight.size(0), weight.size(1), weight.size(1) * weight.element_size()};
   if (weight.scalar_type() == at::kFloat) return multiply<Wide<float>>(input_of(x, w), w);
   if (weight.scalar_type() == at::kHalf) return multiply<Wide<Half>>(input_of(x, w), w);
-  return multiply<Wide<BFloat16>>(input_of(x, w), w);
+  if (!tiles::fits(x, weight)) return multiply<Wide<BFloat16>>(input_of(x, w), w);
+  const Tensor input = input_of(x, w);
+  Tensor out = at::empty({input.size(0), w.rows}, input.options());
+  tiles::linear(input.const_data_ptr<BFloat16>(), weight.const_data_ptr<BFloat16>(), out.mutable_data_ptr<BFloat16>(),
+                input.size(0), w.columns, w.rows);
+  return out;
 }
 
 Tensor code_linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& minimum,

@@ -2,10 +2,15 @@
 
 from kvlab.serving.engine import Engine, Event, EventKind, Listener, StepRecord
 from kvlab.serving.executor import CostModelExecutor, Executor, ModelExecutor, StepSeconds
+from kvlab.serving.log import EventLog, Histogram, Served, Summary
 from kvlab.serving.request import FinishReason, Request, TokenRequest
 from kvlab.serving.scheduler import Order, Plan, Policy, Scheduler
+from kvlab.serving.simulate import Replica, SimulatedRequest, simulate, simulate_disaggregated
+from kvlab.serving.workload import Arrival, Lengths, Workload, arrivals, workload
 
 __all__ = [
-    "CostModelExecutor", "Engine", "Event", "EventKind", "Executor", "FinishReason", "Listener", "ModelExecutor",
-    "Order", "Plan", "Policy", "Request", "Scheduler", "StepRecord", "StepSeconds", "TokenRequest",
+    "Arrival", "CostModelExecutor", "Engine", "Event", "EventKind", "EventLog", "Executor", "FinishReason", "Histogram",
+    "Lengths", "Listener", "ModelExecutor", "Order", "Plan", "Policy", "Replica", "Request", "Scheduler", "Served",
+    "SimulatedRequest", "StepRecord", "StepSeconds", "Summary", "TokenRequest", "Workload", "arrivals", "simulate",
+    "simulate_disaggregated", "workload",
 ]  # fmt: skip
