@@ -137,23 +137,22 @@ class BlockPool:
             new: tokens that come after them.
 
         Returns:
-            Copies to make before anything is written, as (from, to).
+            Copies to make before anything is written, as (from, to): none or one.
 
         Raises:
             CacheFull: there are not enough free blocks; nothing was changed.
         """
-        first = seen // self.block_size
-        shared = [i for i in range(first, self._ends(table, seen, new)) if self._holders[table[i]] > 1]
+        shared = self._shared(table, seen, new)
         missing = max(self.blocks_for(seen + new) - len(table), 0)
         fresh = self.allocate(len(shared) + missing)
         copies = []
         for index, block in zip(shared, fresh, strict=False):
-            copies.append((table[index], block))
+            if index * self.block_size < seen:  # the blocks after it hold no tokens yet
+                copies.append((table[index], block))
             self.release([table[index]])
             table[index] = block
         table += fresh[len(shared) :]
-        # A copy is needed only where the block holds tokens already.
-        return copies[: 1 if seen % self.block_size else 0]
+        return copies
 
     def blocks_needed(self, table: Sequence[int], seen: int, new: int) -> int:
         """Free blocks that :meth:`extend` would take.
@@ -163,12 +162,13 @@ class BlockPool:
             seen: tokens that it holds.
             new: tokens that come after them.
         """
-        shared = sum(self._holders[table[i]] > 1 for i in range(seen // self.block_size, self._ends(table, seen, new)))
-        return shared + max(self.blocks_for(seen + new) - len(table), 0)
+        return len(self._shared(table, seen, new)) + max(self.blocks_for(seen + new) - len(table), 0)
 
-    def _ends(self, table: Sequence[int], seen: int, new: int) -> int:
-        """One past the last block of the table that is written."""
-        return min(self.blocks_for(seen + new), len(table))
+    def _shared(self, table: Sequence[int], seen: int, new: int) -> list[int]:
+        """Indices of the blocks that new tokens are written to and that others hold too."""
+        first = seen // self.block_size
+        written = table[first : self.blocks_for(seen + new)]
+        return [index for index, block in enumerate(written, first) if self._holders[block] > 1]
 
     def publish(self, before: int, block: int, contents: Hashable) -> int:
         """Make a full block findable by what it holds.

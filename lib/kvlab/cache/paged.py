@@ -17,7 +17,7 @@ from torch import Tensor
 from kvlab.cache.base import KVCache, Step
 from kvlab.cache.block_pool import BlockPool
 from kvlab.config import ModelConfig
-from kvlab.errors import CacheFull
+from kvlab.errors import CacheFull, at_least
 
 
 class BlockStorage:
@@ -125,7 +125,8 @@ class PagedCache(KVCache):
         block_size: int = 16,
     ) -> None:
         super().__init__(config, batch, max_len, dtype, device)
-        self.pool = BlockPool(batch * -(-max_len // block_size) if n_blocks is None else n_blocks, block_size)
+        per_row = -(-max_len // at_least(1, "block_size", block_size))
+        self.pool = BlockPool(batch * per_row if n_blocks is None else n_blocks, block_size)
         self.storage = BlockStorage(config, self.pool, dtype, self.device)
         self.tables: list[list[int]] = [[] for _ in range(batch)]
 

@@ -80,7 +80,7 @@ class BlockView(View):
     tables: Int[Tensor, "requests blocks"]
     rows: Int[Tensor, "few"]
     lengths: Int[Tensor, "few"]
-    many: tuple[tuple[int, int, Int[Tensor, "keys"], View], ...]
+    many: tuple[tuple[int, int, Int[Tensor, "_"], View], ...]
 
     @cached_property
     def gathered(self) -> tuple[Int[Tensor, "few keys"], View]:
@@ -181,7 +181,7 @@ class RaggedBatch(NoCache):
             window=window,
             beyond=self.storage.beyond,
             few=on_device(columns),
-            tables=on_device(_padded([span.table for span in spans])),
+            tables=_padded([span.table for span in spans]).to(self.device),
             rows=on_device(rows),
             lengths=on_device(lengths),
             many=tuple(
@@ -201,7 +201,8 @@ class RaggedBatch(NoCache):
         return self.storage.slots_of(span.table, 0, span.end).to(self.device), View(kind, mask)
 
 
-def _padded(tables: Sequence[Sequence[int]]) -> list[list[int]]:
+def _padded(tables: Sequence[Sequence[int]]) -> Int[Tensor, "requests blocks"]:
     """Tables of one length, -1 beyond the end of each."""
     longest = max(map(len, tables), default=0)
-    return [[*table, *[-1] * (longest - len(table))] for table in tables]
+    rows = [[*table, *[-1] * (longest - len(table))] for table in tables]
+    return torch.tensor(rows, dtype=torch.long).reshape(len(tables), longest)

@@ -108,7 +108,7 @@ class GPT(nn.Module):
 
     def run(
         self, tokens: Int[Tensor, "batch time"], cache: KVCache, step: Step, last_only: bool
-    ) -> Float[Tensor, "batch out vocab_size"]:
+    ) -> Float[Tensor, "rows out vocab_size"]:
         """The tensor part of a pass, between ``begin`` and ``commit``.
 
         Args:
@@ -116,6 +116,9 @@ class GPT(nn.Module):
             cache: receives keys and values.
             step: from ``cache.begin``.
             last_only: see ``forward``.
+
+        Returns:
+            Logits; ``rows`` is the batch, but with ``last_only`` and a ragged pass one for each token that it wants.
         """
         x = self.embedding(tokens)
         if self.position is not None:
