@@ -57,9 +57,23 @@ class StepRecord:
     kv_usage: float
     repeats: int = 1
 
+    def token_times(self, count: int) -> list[float]:
+        """When the tokens of one request arrived: one a step, or all at the end of a single step.
+
+        Args:
+            count: tokens that it emitted.
+        """
+        if self.repeats == 1:
+            return [self.end] * count
+        each = (self.end - self.start) / self.repeats
+        return [self.start + each * (index + 1) for index in range(count)]
+
 
 class Listener(Protocol):
-    """Somebody who is told everything that an engine does: a log, a summary, a metrics page."""
+    """Somebody who is told everything that an engine does: a log, a summary, a metrics page.
+
+    Being told in the middle of a step, it leaves the engine alone: whoever wants to abort does so between two steps.
+    """
 
     def event(self, event: Event) -> None:
         """Something happened to a request."""
@@ -91,8 +105,8 @@ class Engine:
             request: a new one.
 
         Raises:
-            RequestRefused: it can never be served as asked, or the queue is full.
-            ConfigError: its id is taken, or the executor cannot serve this kind of request.
+            RequestRefused: it can never be served as asked, the queue is full, or the executor answers no such request.
+            ConfigError: its id is taken, or it has run before.
         """
         try:
             self.executor.require(request)
@@ -111,7 +125,10 @@ class Engine:
         Raises:
             ConfigError: no such request waits or runs.
         """
-        self._end(self.scheduler.find(id), "abort")
+        request = self.scheduler.find(id)
+        request.finish = "abort"
+        self.scheduler.end(request)
+        self._finished(request)
 
     def fork(self, id: Hashable, twin_id: Hashable, sampling: Sampling | None = None) -> TokenRequest:
         """A second answer from where a request stands; the two share their blocks until one of them writes.
@@ -124,9 +141,7 @@ class Engine:
         Raises:
             ConfigError: the request does not run or has no tokens, the new id is taken, or there is no place.
         """
-        request = self.scheduler.find(id)
-        if not isinstance(request, TokenRequest):
-            raise ConfigError(f"request {id!r} has no tokens; only a TokenRequest has a second answer")
+        request = self._with_tokens(id)
         twin = TokenRequest(
             twin_id, request.prompt_tokens, request.max_new_tokens, list(request.tokens), sampling or request.sampling,
             request.stop_ids,
@@ -146,12 +161,17 @@ class Engine:
             return None
         start = self.clock.now()
         plan = self.scheduler.schedule()
-        self._announce(plan, start)
-        if plan.tokens:
+        for request in plan.preempted:
+            self._tell("preempted", request, start)
+        for request in plan.admitted:
+            self._tell("scheduled", request, start)
+        taking_part = list(plan.tokens)
+        if plan.repeatable:
             self.scheduler.repeat(plan, self.executor.repeats(plan, None if until is None else until - start))
         emitted = self._execute(plan)
         end = self.clock.now()
-        ended = [request for request in emitted if self._book(request, plan, emitted)]
+        for request in emitted:
+            self._book(request, plan, emitted)
         scheduler = self.scheduler
         record = StepRecord(
             start, end, plan.tokens, emitted, scheduler.n_waiting, len(scheduler.running), scheduler.pool.usage,
@@ -159,9 +179,9 @@ class Engine:
         )  # fmt: skip
         for listener in self.listeners:
             listener.step(record)
-        for request in ended:
-            self.executor.forget(request)
-            self._tell("finished", request)
+        for request in taking_part:
+            if request.finish is not None:
+                self._finished(request)
         return record
 
     def run(self, arrivals: Iterable[tuple[float, Request]] = ()) -> Iterator[StepRecord]:
@@ -188,23 +208,33 @@ class Engine:
                 self.clock.wait_until(arrival[0])
 
     def stream(self, id: Hashable) -> Iterator[int]:
-        """The tokens of one request as they come; everybody else is served meanwhile.
+        """The answer of one request, token by token as it comes; everybody else is served meanwhile.
+
+        Several streams may be read side by side: each has its answer from the first token on.
 
         Args:
             id: of a request that waits or runs.
 
         Raises:
-            ConfigError: no such request waits or runs.
+            ConfigError: no such request waits or runs, or it has no tokens.
         """
-        request = self.scheduler.find(id)
-        while request.finish is None:
-            record = self.step()
-            yield from () if record is None else record.emitted.get(request, ())
+        return self._stream(self._with_tokens(id))
 
-    def _announce(self, plan: Plan, now: float) -> None:
-        for kind, requests in (("preempted", plan.preempted), ("scheduled", plan.admitted)):
-            for request in requests:
-                self._tell(kind, request, now)  # type: ignore[arg-type]
+    def _stream(self, request: TokenRequest) -> Iterator[int]:
+        given = request.prompt_tokens
+        while True:
+            while given < request.num_tokens:
+                yield request.tokens[given]
+                given += 1
+            if request.finish is not None:
+                return
+            self.step()
+
+    def _with_tokens(self, id: Hashable) -> TokenRequest:
+        request = self.scheduler.find(id)
+        if not isinstance(request, TokenRequest):
+            raise ConfigError(f"request {id!r} has no tokens, only a number of them; make it a TokenRequest")
+        return request
 
     def _execute(self, plan: Plan) -> dict[Request, Sequence[int]]:
         """Take a step. If it fails, take it request by request: the one that fails alone is ended, the others go on."""
@@ -215,22 +245,20 @@ class Engine:
         except Exception as failure:
             if len(plan.tokens) == 1:
                 (request,) = plan.tokens
-                self._fail(request, plan, failure)
+                plan.drop(request)
+                self._fail(request, failure)
                 return {}
         emitted: dict[Request, Sequence[int]] = {}
         for request in list(plan.tokens):
             try:
                 emitted |= self.executor.execute(plan.alone(request))
             except Exception as failure:
-                self._fail(request, plan, failure)
+                plan.drop(request)
+                self._fail(request, failure)
         return emitted
 
-    def _fail(self, request: Request, plan: Plan, failure: Exception) -> None:
-        plan.drop(request)
-        self._end(request, "error", f"{type(failure).__name__}: {one_line(failure)}")
-
-    def _book(self, request: Request, plan: Plan, emitted: dict[Request, Sequence[int]]) -> bool:
-        """Append what a request emitted, as far as its answer goes, and say whether it has ended."""
+    def _book(self, request: Request, plan: Plan, emitted: dict[Request, Sequence[int]]) -> None:
+        """Append what a request emitted, as far as its answer goes, and ask for a guess at what comes next."""
         tokens = emitted[request]
         first = request.new_tokens == 0 and len(tokens) > 0
         emitted[request] = tokens = tokens[: request.append(tokens)]
@@ -238,12 +266,16 @@ class Engine:
         if first:
             self._tell("first_token", request)
         if request.finish is None and tokens:
-            request.draft = self.executor.draft(request)
-        return request.finish is not None
+            try:
+                request.draft = self.executor.draft(request)
+            except Exception as failure:
+                self._fail(request, failure)
 
-    def _end(self, request: Request, finish: Literal["abort", "error"], error: str = "") -> None:
-        request.finish, request.error = finish, error
+    def _fail(self, request: Request, failure: Exception) -> None:
+        request.finish, request.error = "error", f"{type(failure).__name__}: {one_line(failure)}"
         self.scheduler.end(request)
+
+    def _finished(self, request: Request) -> None:
         self.executor.forget(request)
         self._tell("finished", request)
 

@@ -78,11 +78,16 @@ class CostModelExecutor:
 
     def repeats(self, plan: Plan, seconds: float | None) -> int:
         """As many as begin before the time is up."""
-        return 2**30 if seconds is None else max(ceil(seconds / self._seconds(plan)), 1)
+        if seconds is None:
+            return 2**30
+        most = min(request.tokens_left for request in plan.tokens)
+        most = min(most, max(ceil(seconds / self._seconds(plan, 1)), 1))
+        # Each step takes a little longer than the one before: so many may take too long, and this many do not.
+        return max(ceil(seconds / self._seconds(plan, most)), 1)
 
     def execute(self, plan: Plan) -> dict[Request, Sequence[int]]:
         """Advance the clock; every request whose tokens are all fed emits one a step."""
-        self._clock.advance(self._seconds(plan) * plan.repeats)
+        self._clock.advance(self._seconds(plan, plan.repeats) * plan.repeats)
         one = range(plan.repeats)
         return {request: one if fed == request.remaining else () for request, fed in plan.tokens.items()}
 
@@ -93,7 +98,7 @@ class CostModelExecutor:
     def forget(self, request: Request) -> None:
         """Nothing is kept."""
 
-    def _seconds(self, plan: Plan) -> float:
+    def _seconds(self, plan: Plan, repeats: int) -> float:
         """Of one step; of steps in a row, the one in the middle, which is their mean: each adds a token to a row."""
         decodes = held = 0
         prompts = []
@@ -103,7 +108,7 @@ class CostModelExecutor:
                 held += request.num_computed_tokens
             else:
                 prompts.append(Row(fed, request.num_computed_tokens, int(fed == request.remaining)))
-        return self._times.seconds(decodes, held + decodes * (plan.repeats - 1) // 2, prompts)
+        return self._times.seconds(decodes, held + decodes * (repeats - 1) // 2, prompts)
 
 
 class ModelExecutor:
@@ -171,8 +176,9 @@ class ModelExecutor:
         if self._new_drafter is None:
             return ()
         assert isinstance(request, TokenRequest)
-        drafter = self._drafters.setdefault(request, self._new_drafter())
-        self._drafts[request] = drafter.propose(request.tokens, max(request.tokens_left - 1, 0))
+        if request not in self._drafters:
+            self._drafters[request] = self._new_drafter()
+        self._drafts[request] = self._drafters[request].propose(request.tokens, max(request.tokens_left - 1, 0))
         return self._drafts[request].tokens
 
     def forget(self, request: Request) -> None:

@@ -45,7 +45,7 @@ class Plan:
         copies: blocks to copy before anything is written, as (from, to): forks that part.
         preempted: requests that lost their blocks to others and start over.
         admitted: requests that joined, with the tokens that they found in the cache.
-        repeats: how often the step is taken, one after the other; above 1 only where every row is a single token.
+        repeats: how often the step is taken, one after the other; above 1 only where it is repeatable.
     """
 
     tokens: dict[Request, int] = field(default_factory=dict)
@@ -58,6 +58,16 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.total = sum(self.tokens.values())
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the next step could be the same: everybody feeds the one token that is left, nobody came or went.
+
+        After a preemption there may be room for somebody else.
+        """
+        if self.admitted or self.preempted or not self.tokens:
+            return False
+        return all(tokens == 1 == request.remaining for request, tokens in self.tokens.items())
 
     def give(self, request: Request, tokens: int) -> None:
         """Let a request take part.
@@ -78,12 +88,13 @@ class Plan:
         self.total -= self.tokens.pop(request, 0)
 
     def alone(self, request: Request) -> Plan:
-        """The step of one of its requests.
+        """The step of one of its requests, with the copies into its own blocks: the others' may hold new tokens by now.
 
         Args:
             request: one that takes part.
         """
-        return Plan({request: self.tokens[request]}, self.copies, repeats=self.repeats)
+        copies = [(source, target) for source, target in self.copies if target in request.table]
+        return Plan({request: self.tokens[request]}, copies, repeats=self.repeats)
 
 
 class Scheduler:
@@ -97,7 +108,7 @@ class Scheduler:
         max_len: tokens of prompt and answer that a request may come to; None for what the pool holds.
         order: who of those who wait comes first.
         ageing: tokens that a step of waiting counts for, in the order ``shortest``.
-        max_waiting: requests that may wait; more are refused. None for any number.
+        max_waiting: requests that may wait; more are refused. None for any number. Everybody waits for a step's begin.
         reuse_prefixes: whether full blocks that begin alike are computed once.
 
     Raises:
@@ -121,7 +132,7 @@ class Scheduler:
         self.token_budget = at_least(1, "token_budget", token_budget)
         self.max_running = at_least(1, "max_running", max_running)
         self.max_len = None if max_len is None else at_least(1, "max_len", max_len)
-        self.max_waiting = None if max_waiting is None else at_least(0, "max_waiting", max_waiting)
+        self.max_waiting = None if max_waiting is None else at_least(1, "max_waiting", max_waiting)
         if not ageing >= 0:
             raise ConfigError(f"ageing is {ageing}; it must be 0 (short requests always first) or more")
         self.ageing, self.reuse_prefixes = ageing, reuse_prefixes
@@ -286,27 +297,31 @@ class Scheduler:
                 return
             if request.remaining == 1 and request not in plan.preempted:
                 request.draft = request.draft[: min(left, request.tokens_left) - 1]
+                if request.draft and self._blocks_needed(request, 1 + len(request.draft)) > self.pool.n_free:
+                    request.draft = ()  # a guess is not worth somebody's blocks
                 self._give(plan, request, 1 + len(request.draft))
 
     def _give(self, plan: Plan, request: Request, tokens: int) -> None:
         """Let a request feed tokens; whoever joined last loses its blocks if there are not enough."""
-        table, seen = request.table, request.num_computed_tokens
-        while self.pool.blocks_needed(table, seen, tokens) > self.pool.n_free:
-            victim = self.running[-1]
-            self._preempt(plan, victim)
-            if victim is request:
+        while (needed := self._blocks_needed(request, tokens)) > self.pool.n_free:
+            if self._preempt_last(plan) is request:
                 return
-        plan.copies += self.pool.extend(table, seen, tokens)
+        if needed:
+            plan.copies += self.pool.extend(request.table, request.num_computed_tokens, tokens)
         plan.give(request, tokens)
 
-    def _preempt(self, plan: Plan, request: Request) -> None:
-        """Take a request's blocks away; it computes its tokens again when there is room."""
+    def _blocks_needed(self, request: Request, tokens: int) -> int:
+        return self.pool.blocks_needed(request.table, request.num_computed_tokens, tokens)
+
+    def _preempt_last(self, plan: Plan) -> Request:
+        """Take the blocks of whoever joined last; it computes its tokens again when there is room."""
+        request = self.running.pop()
         plan.drop(request)
         plan.preempted.append(request)
-        self.running.remove(request)
         self._release(request)
         request.preemptions += 1
         self._queue(request)
+        return request
 
     def _admit(self, plan: Plan, request: Request, reserve: bool = False) -> bool:
         """Let the first of those who wait join, if its tokens fit and leave everybody who runs a block to grow.
@@ -329,9 +344,12 @@ class Scheduler:
         request.num_computed_tokens = found = len(blocks) * pool.block_size
         if reserve:
             pool.extend(request.table, found, request.longest - found)
+        if request.brought > found and not request.preemptions:  # after a preemption it is computed here
+            pool.extend(request.table, found, request.brought - found)
+            request.num_computed_tokens = request.brought
         self.running.append(request)
         plan.admitted[request] = found
-        if not request.preemptions:
+        if self.reuse_prefixes and not request.preemptions:
             self.prefix_queries, self.prefix_hits = self.prefix_queries + request.num_tokens, self.prefix_hits + found
         return True
 
@@ -345,24 +363,22 @@ class Scheduler:
             yield key
 
     def repeat(self, plan: Plan, most: int) -> None:
-        """Take a step of single tokens several times, as long as nobody ends, nobody joins and the blocks suffice.
+        """Take a step several times, as long as nobody ends and the blocks suffice.
 
         What a simulator gains from it: between two events nothing has to be planned.
 
         Args:
-            plan: of this step, changed in place.
+            plan: of this step, repeatable; changed in place.
             most: times.
         """
-        if plan.admitted or any(n != 1 or request.remaining != 1 for request, n in plan.tokens.items()):
-            return
         times = min(most, *(request.tokens_left for request in plan.tokens))
-        needed = self.pool.blocks_needed
-        while times > 1 and sum(needed(r.table, r.num_computed_tokens, times) for r in plan.tokens) > self.pool.n_free:
+        while times > 1 and sum(self._blocks_needed(request, times) for request in plan.tokens) > self.pool.n_free:
             times //= 2
         if times > 1:
             for request in plan.tokens:
                 plan.copies += self.pool.extend(request.table, request.num_computed_tokens, times)
             plan.repeats = times
+            self._steps += times - 1
 
     def computed(self, request: Request, fed: int, emitted: int) -> None:
         """Book what a request did in a step; its full blocks become findable, and if it has ended, free.
