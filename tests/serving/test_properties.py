@@ -174,14 +174,18 @@ def test_a_float64_model_says_in_company_what_it_says_alone(
     scheduler = scheduler_of(case)
     executor = ModelExecutor(toy, scheduler.pool, drafter=NGramDrafter if drafting else None)
     executor.storage.slots[:, :, :, : executor.storage.beyond] = torch.nan  # poison: nothing unwritten may be read
-    calls, work = 0, executor._forward
+    calls, work, surprises = 0, executor._forward, list[Exception]()
 
     def sometimes_fails(*arguments):  # type: ignore[no-untyped-def]
         nonlocal calls
         calls += 1
         if calls in failing_calls:
             raise RuntimeError("the device is gone")
-        return work(*arguments)
+        try:
+            return work(*arguments)
+        except Exception as failure:  # the engine would take the step request by request, and nobody would know
+            surprises.append(failure)
+            raise
 
     executor._forward = sometimes_fails  # type: ignore[method-assign]
     for request in play(case, Engine(scheduler, executor, VirtualClock())):
@@ -190,4 +194,7 @@ def test_a_float64_model_says_in_company_what_it_says_alone(
             expected = generate(toy, [prompt], max_new_tokens=request.max_new_tokens, ignore_eos=True).run().tokens[0]
             ends = [index for index, token in enumerate(expected) if token in case.stop_ids]
             assert request.answer == expected[: ends[0] + 1 if ends else None]
+        else:
+            assert request.finish == "abort" or request.error == "RuntimeError: the device is gone"
+    assert not surprises
     assert scheduler.pool.n_free == scheduler.pool.n_blocks
