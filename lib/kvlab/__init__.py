@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlab.config import ModelConfig
-    from kvlab.generation import generate
+    from kvlab.generation.generate import generate
     from kvlab.weights import load
 
 __version__ = "0.1.0"

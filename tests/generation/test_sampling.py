@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvlab.errors import KvlabError, SamplingError
@@ -104,6 +104,7 @@ def test_the_ends_of_the_unit_interval_hit_possible_tokens(uniform: float) -> No
     assert draw(probs, torch.tensor([[uniform]])) == [1 if uniform == 0 else 3]
 
 
+@example([-4.5e-30, 0.0], 1.0, 1, 0.0)  # one probability, two logits
 @given(st.lists(st.floats(-50, 50), min_size=2, max_size=30), st.floats(0.05, 1.0), st.integers(1, 30), st.floats(0, 1))
 def test_any_filter_leaves_a_distribution_that_holds_the_argmax(
     logits: list[float], top_p: float, top_k: int, min_p: float

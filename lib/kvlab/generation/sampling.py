@@ -72,9 +72,8 @@ def probabilities(
     temperature = column([1.0 if s.greedy else max(s.temperature, smallest) for s in settings])
     probs = ((logits - logits.amax(dim=1, keepdim=True)) / temperature).softmax(dim=1)
     if any(s.top_k is not None or s.top_p < 1 for s in settings):
-        probs = _keep_likely(
-            probs, column([s.top_k or probs.shape[1] for s in settings]), column([s.top_p for s in settings])
-        )
+        top_k = column([s.top_k or probs.shape[1] for s in settings])
+        probs = _keep_likely(probs, logits, top_k, column([s.top_p for s in settings]))
     probs = torch.where(probs < column([s.min_p for s in settings]) * probs.amax(dim=1, keepdim=True), 0.0, probs)
     probs = torch.where(column([float(s.greedy) for s in settings]).bool(), greedy, probs)
     return probs / probs.sum(dim=1, keepdim=True)
@@ -92,10 +91,15 @@ def _finite(logits: Float[Tensor, "batch vocab"], n_vocab: int | None) -> Float[
 
 
 def _keep_likely(
-    probs: Float[Tensor, "batch vocab"], top_k: Float[Tensor, "batch 1"], top_p: Float[Tensor, "batch 1"]
+    probs: Float[Tensor, "batch vocab"],
+    logits: Float[Tensor, "batch vocab"],
+    top_k: Float[Tensor, "batch 1"],
+    top_p: Float[Tensor, "batch 1"],
 ) -> Float[Tensor, "batch vocab"]:
     """Zero what lies outside the top k, then what lies outside the top p of the rest."""
-    ranked, order = probs.sort(dim=1, descending=True, stable=True)
+    # By the logits: softmax rounds close ones to the same probability, and the most likely token must come first.
+    order = logits.argsort(dim=1, descending=True, stable=True)
+    ranked = probs.gather(1, order)
     rank = torch.arange(probs.shape[1], device=probs.device)
     ranked = torch.where(rank < top_k, ranked, 0.0)
     # A token stays while those before it have not reached p; so the first stays, and the one that reaches p.
