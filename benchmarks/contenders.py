@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 import kvlab
-from kvlab.cache import ContiguousCache, KVCache, make_cache
+from kvlab.cache import BlockPool, ContiguousCache, KVCache, make_cache
 from kvlab.errors import DeviceError
 from kvlab.generation import CompiledDecode, decode, prefill
 from kvlab.kernels import built
 from kvlab.measure import Case, calibrate, profile
 from kvlab.model import GPT
 from kvlab.quantize import row_aware
+from kvlab.serving import Engine as Serving
+from kvlab.serving import ModelExecutor, Scheduler, TokenRequest
 from kvlab.timing import Clock, repeat
 
 Figures = dict[str, Any]
@@ -198,6 +200,36 @@ def attention_share(model: GPT, prompt: int) -> Figures:
     return {"seconds": seen.seconds, "attention": seen.share("attention")}
 
 
+def serve(job: Figures, clock: Clock) -> Figures:
+    """Equal requests through kvlab's serving engine, all at once and one after another.
+
+    Args:
+        job: ``model`` and ``load``, the ``case`` (prompt, new, batch) and the ``vocab``.
+        clock: what time is.
+    """
+    case, dice = job["case"], torch.Generator().manual_seed(0)
+    model = row_aware(kvlab.load(job["model"], device="cpu", **job["load"]).model)
+    prompts = torch.randint(job["vocab"], (case["batch"], case["prompt"]), generator=dice).tolist()
+
+    def seconds(at_once: int, new: int) -> float:
+        pool = BlockPool(case["batch"] * (case["prompt"] + case["new"]) // 16 + 2 * case["batch"], 16)
+        budget = case["batch"] * case["prompt"]
+        scheduler = Scheduler(pool, token_budget=budget, max_running=at_once, reuse_prefixes=False)
+        engine = Serving(scheduler, ModelExecutor(model, pool), clock)
+        requests = [TokenRequest.of(index, prompt, new) for index, prompt in enumerate(prompts)]
+        start = clock.now()
+        for _ in engine.run((0.0, request) for request in requests):
+            pass
+        assert all(request.new_tokens == new for request in requests)
+        return clock.now() - start
+
+    found = {}
+    for name, at_once in (("together", case["batch"]), ("one after another", 1)):
+        seconds(at_once, _WARM_UP)
+        found[name] = {"e2e_s": seconds(at_once, case["new"])}
+    return {"cases": found, "note": f"kernels {'built' if built() else 'not built'}"}
+
+
 def ready(job: Figures, clock: Clock) -> Callable[[], Figures]:
     """What a round is, for a job.
 
@@ -210,6 +242,8 @@ def ready(job: Figures, clock: Clock) -> Callable[[], Figures]:
     if job["contender"] == "profile":
         model = Kvlab(job["model"], job["load"]).model
         return lambda: {"profiles": [attention_share(model, prompt) for prompt in job["prompts"]]}
+    if job["contender"] == "serving":
+        return lambda: serve(job, clock)
     if job["contender"] == "transformers":
         return lambda: (
             run_cases(lambda: Transformers(job["folder"], job["static"]), job, clock)

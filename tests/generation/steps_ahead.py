@@ -12,11 +12,29 @@ from typing import Any
 import torch
 
 from kvlab import kernels
-from kvlab.cache import ContiguousCache, make_cache, positions_from_mask
+from kvlab.cache import (
+    BlockPool,
+    BlockStorage,
+    ContiguousCache,
+    RaggedBatch,
+    Span,
+    make_cache,
+    positions_from_mask,
+)
 from kvlab.errors import KvlabError
-from kvlab.generation import CompiledDecode, compile_step, decode, generate, package, prefill
+from kvlab.generation import (
+    CompiledDecode,
+    CompiledPagedStep,
+    compile_paged_step,
+    compile_step,
+    decode,
+    generate,
+    package,
+    prefill,
+)
 from kvlab.model import GPT
 from kvlab.quantize import Int4, quantize, row_aware
+from kvlab.serving import Engine, ModelExecutor, Scheduler, TokenRequest
 from toys import random_gpt, small_config
 
 SHAPE = {
@@ -46,6 +64,39 @@ def walk(model: GPT, step: CompiledDecode, lengths: list[int], max_len: int, cou
         tokens = want.argmax(dim=1)
     stored = (cache.storage - plain.storage).abs().max().item()
     return {"off": off, "size": size, "stored": stored, "seen": cache.rows_seen, "plain": plain.rows_seen}
+
+
+def walk_blocks(model: GPT, rows: int, block_size: int) -> dict[str, Any]:
+    """Steps of a changing number of requests over blocks, compiled and plain side by side."""
+    pool = BlockPool(120, block_size)
+    ours, plain = (BlockStorage(model.config, pool, model.dtype) for _ in range(2))
+    step, off, size = CompiledPagedStep(model, rows, ours), 0.0, 0.0
+    tables, seen = [list[int]() for _ in range(rows)], [0] * rows
+    for turn in range(40):
+        who = [row for row in range(rows) if (turn + row) % 3 or turn < 2]
+        for row in who:
+            pool.extend(tables[row], seen[row], 1)
+        spans = [Span(tables[row], seen[row], 1) for row in who]
+        tokens = [(7 * turn + row) % 61 for row in who]
+        got = step(tokens, RaggedBatch(model.config, ours, spans))
+        batch = RaggedBatch(model.config, plain, spans)
+        with torch.inference_mode():
+            want = model.run(torch.tensor([tokens]), batch, batch.step(), last_only=True)[:, 0]
+        off, size = max(off, (got - want).abs().max().item()), max(size, want.abs().max().item())
+        seen = [count + (row in who) for row, count in enumerate(seen)]
+    held = slice(0, ours.beyond)
+    stored = (ours.slots[:, :, :, held] - plain.slots[:, :, :, held]).abs().max().item()
+    return {"off": off, "size": size, "stored": stored, "seen": seen, "plain": seen}
+
+
+def served(model: GPT, buckets: tuple[int, ...]) -> list[list[int]]:
+    """What seven requests are answered by an engine that runs five of them at once."""
+    pool = BlockPool(60, 4)
+    engine = Engine(Scheduler(pool, token_budget=16, max_running=5), ModelExecutor(model, pool, buckets=buckets))
+    requests = [TokenRequest.of(number, [number + 1] * (2 * number + 1), 9) for number in range(7)]
+    for _ in engine.run((0.0, request) for request in requests):
+        pass
+    return [request.answer for request in requests]
 
 
 def refusal(work: Callable[[], object]) -> str:
@@ -95,6 +146,15 @@ def main() -> None:
     three = CompiledDecode(coded, 3)
     found["ragged rows"] = walk(coded, three, [126, 3, 40], 140, 9)
     found["even rows"] = walk(coded, three, [127, 127, 127], 140, 3)
+
+    windowed = row_aware(random_gpt(small_config(**SHAPE | {"windows": (9,)}), torch.float32))
+    found["no blocks"] = refusal(lambda: ModelExecutor(windowed, BlockPool(9, 4), buckets=(3,)))
+    compile_paged_step(windowed, 3, 4)
+    found["blocks"] = walk_blocks(windowed, 3, 4)
+    found["served"] = served(windowed, (3,)) == served(windowed, ())
+    storage = BlockStorage(windowed.config, BlockPool(9, 4), torch.float32)
+    long = RaggedBatch(windowed.config, storage, [Span([0], 0, 2)])
+    found["long span"] = refusal(lambda: CompiledPagedStep(windowed, 3, storage)([1, 2], long))
     print(json.dumps(found))
 
 

@@ -32,7 +32,7 @@ def found(compiled_kernels: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("walk", ["one row", "short cache", "long cache", "ragged rows", "even rows", "twin"])
+@pytest.mark.parametrize("walk", ["one row", "short cache", "long cache", "ragged rows", "even rows", "twin", "blocks"])
 def test_every_step_equals_the_plain_one_across_buckets(found: dict[str, Any], walk: str) -> None:
     """Logits, keys and values, and how far each row has come; over wide weights and over codes."""
     assert found["kernels"]
@@ -52,6 +52,10 @@ def test_answers_are_those_of_plain_decode(found: dict[str, Any]) -> None:
     assert found["answers"]
 
 
+def test_an_engine_answers_the_same_by_a_compiled_step(found: dict[str, Any]) -> None:
+    assert found["served"]
+
+
 def test_a_step_is_compiled_once(found: dict[str, Any]) -> None:
     assert found["again"]
 
@@ -69,6 +73,8 @@ def test_a_full_cache_is_refused_and_nothing_changes(found: dict[str, Any]) -> N
         ("dtype", "ConfigError: the step was compiled for small in float32, the cache is for small in bfloat16"),
         ("shape", "ConfigError: the step was compiled for small in float32, the cache is for another shape"),
         ("context", "PromptError: 301 tokens are more than the context of small, 300"),
+        ("no blocks", "DeviceError: no step of 3 request(s) over blocks of 4 tokens is compiled for small; run: kvlab"),
+        ("long span", "ConfigError: the step feeds one token of up to 3 requests, not [2]"),
         ("kind", "ConfigError: a compiled step works on a contiguous cache, not on a QuantizedCache"),
     ],
 )

@@ -52,6 +52,16 @@ def test_wide_weights_with_1_to_33_rows(dtype: torch.dtype, weights: torch.dtype
             assert_product(kernels.wide_linear(x, weight), x, weight)
 
 
+@pytest.mark.parametrize(("outputs", "columns"), [(32, 32), (96, 64), (64, 608)])
+def test_whole_tiles_of_bfloat16(outputs: int, columns: int) -> None:
+    """Where the processor has a matrix unit, products of these shapes run on it; elsewhere as all others do."""
+    weight = draw(outputs, columns).bfloat16()
+    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 48, 70):
+        x = draw(rows, columns, seed=rows).bfloat16()
+        assert_product(kernels.wide_linear(x, weight), x, weight)
+        assert_product(kernels.wide_linear(x[:, :], weight[: outputs - 1]), x, weight[: outputs - 1])
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [32, 64, None])

@@ -181,7 +181,7 @@ class RaggedBatch(NoCache):
             window=window,
             beyond=self.storage.beyond,
             few=on_device(columns),
-            tables=_padded([span.table for span in spans]).to(self.device),
+            tables=padded_tables([span.table for span in spans]).to(self.device),
             rows=on_device(rows),
             lengths=on_device(lengths),
             many=tuple(
@@ -201,8 +201,12 @@ class RaggedBatch(NoCache):
         return self.storage.slots_of(span.table, 0, span.end).to(self.device), View(kind, mask)
 
 
-def _padded(tables: Sequence[Sequence[int]]) -> Int[Tensor, "requests blocks"]:
-    """Tables of one length, -1 beyond the end of each."""
+def padded_tables(tables: Sequence[Sequence[int]]) -> Int[Tensor, "requests blocks"]:
+    """Tables of one length, -1 beyond the end of each.
+
+    Args:
+        tables: blocks of each request.
+    """
     longest = max(map(len, tables), default=0)
     rows = [[*table, *[-1] * (longest - len(table))] for table in tables]
     return torch.tensor(rows, dtype=torch.long).reshape(len(tables), longest)

@@ -18,6 +18,9 @@ def compile(
     ] = None,
     dtype: Annotated[str, typer.Option(help="`auto`, `float32`, `bfloat16`.")] = "auto",
     batch: Annotated[int, typer.Option(help="Rows of the step.")] = 1,
+    serving: Annotated[
+        bool, typer.Option("--serving", help="Also the step of the serving engine, for up to `--batch` requests.")
+    ] = False,
 ) -> None:
     """Make decode fast on this CPU: compile the kernels, find the crossovers, compile the model's decode step.
 
@@ -32,9 +35,10 @@ def compile(
 
     - `kvlab compile --model smollm2 --weights stored`
     - `kvlab compile --model smollm2 --dtype bfloat16 --batch 16`
+    - `kvlab compile --model smollm2 --dtype bfloat16 --batch 16 --serving`, for `kvlab.serving.ModelExecutor`
     """
     from kvlab import kernels
-    from kvlab.generation import compile_step
+    from kvlab.generation import compile_paged_step, compile_step
     from kvlab.measure.crossovers import crossovers
     from kvlab.quantize import measured, remember, row_aware
 
@@ -48,5 +52,8 @@ def compile(
         remember(crossovers(network, tell=lambda line: tell(f"crossovers: {line}")))
     tell(f"compiling the decode step of {loaded.name}, {batch} row(s)")
     made = compile_step(network, batch)
+    if serving:
+        tell(f"compiling the engine's step of {loaded.name}, up to {batch} request(s)")
+        made = compile_paged_step(network, batch)
     tell("")
     print(f"{loaded.name} is ready: {made}")

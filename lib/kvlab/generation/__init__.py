@@ -1,7 +1,7 @@
 """Generation: prefill, decode, sampling, speculation, and text as it arrives."""
 
 from kvlab.generation.beam import Beam, beam_search
-from kvlab.generation.compiled import CompiledDecode, compile_step, package
+from kvlab.generation.compiled import CompiledDecode, CompiledPagedStep, compile_paged_step, compile_step, package
 from kvlab.generation.fixed import FixedDecode
 from kvlab.generation.generate import Generation, Timing, TokenStep, decode, generate, prefill
 from kvlab.generation.sampling import Sampler, Sampling, probabilities
@@ -20,6 +20,7 @@ from kvlab.generation.text import TextStream
 __all__ = [
     "Beam",
     "CompiledDecode",
+    "CompiledPagedStep",
     "Draft",
     "Drafter",
     "FixedDecode",
@@ -34,6 +35,7 @@ __all__ = [
     "TokenStep",
     "accept",
     "beam_search",
+    "compile_paged_step",
     "compile_step",
     "decode",
     "generate",

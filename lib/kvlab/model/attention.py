@@ -97,6 +97,8 @@ def _attend_blocks(
     view: BlockView,
 ) -> Float[Tensor, "1 n_head time head_dim"]:
     """Each query over the blocks of its own request: tokens and drafts one by one, prompts and chunks at once."""
+    if not view.many:
+        return _attend_few(q[0].transpose(0, 1), keys[0], values[0], view).transpose(0, 1)[None]
     mixed = torch.empty_like(q)
     if len(view.few):
         mixed[0][:, view.few] = _attend_few(q[0][:, view.few].transpose(0, 1), keys[0], values[0], view).transpose(0, 1)

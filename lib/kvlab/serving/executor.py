@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlab.cache import BlockPool, BlockStorage, RaggedBatch, Span
 from kvlab.cost import Row
 from kvlab.errors import RequestRefused
-from kvlab.generation import Draft, Drafter, Sampling, accept, probabilities
+from kvlab.generation import CompiledPagedStep, Draft, Drafter, Sampling, accept, probabilities
 from kvlab.generation.sampling import most_likely, stream_of
 from kvlab.model import GPT
 from kvlab.serving.request import Request, TokenRequest
@@ -119,6 +119,11 @@ class ModelExecutor:
         pool: of the scheduler.
         n_vocab: ids from here on are padding of the embedding and never drawn.
         drafter: makes a drafter for a request; None for no speculation.
+        buckets: numbers of requests for which ``kvlab compile --serving`` has compiled a decode step. A step in which
+            nobody feeds more than a token takes the smallest that holds it.
+
+    Raises:
+        DeviceError: a step was not compiled for this model.
     """
 
     def __init__(
@@ -128,9 +133,11 @@ class ModelExecutor:
         *,
         n_vocab: int | None = None,
         drafter: Callable[[], Drafter] | None = None,
+        buckets: Sequence[int] = (),
     ) -> None:
         self.model, self.n_vocab = model, n_vocab or model.config.vocab_size
         self.storage = BlockStorage(model.config, pool, model.dtype, model.device)
+        self._steps = [CompiledPagedStep(model, rows, self.storage) for rows in sorted(buckets)]
         self._new_drafter = drafter
         self._drafters: dict[Request, Drafter] = {}
         self._drafts: dict[Request, Draft] = {}
@@ -188,6 +195,10 @@ class ModelExecutor:
 
     def _forward(self, spans: Sequence[Span], fed: Sequence[int]) -> Float[Tensor, "out vocab_size"]:
         batch = RaggedBatch(self.model.config, self.storage, spans)
+        if all(span.new == 1 for span in spans):
+            for step in self._steps:
+                if step.rows >= len(spans):
+                    return step(fed, batch)
         with torch.inference_mode():
             return self.model.run(torch.tensor([fed], device=batch.device), batch, batch.step(), last_only=True)[:, 0]
 
