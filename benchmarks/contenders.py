@@ -19,7 +19,7 @@ from torch import Tensor
 import kvlab
 from kvlab.cache import BlockPool, ContiguousCache, KVCache, make_cache
 from kvlab.errors import DeviceError
-from kvlab.generation import CompiledDecode, decode, prefill
+from kvlab.generation import CompiledDecode, decode, package, prefill
 from kvlab.kernels import built
 from kvlab.measure import Case, calibrate, profile
 from kvlab.model import GPT
@@ -210,12 +210,13 @@ def serve(job: Figures, clock: Clock) -> Figures:
     case, dice = job["case"], torch.Generator().manual_seed(0)
     model = row_aware(kvlab.load(job["model"], device="cpu", **job["load"]).model)
     prompts = torch.randint(job["vocab"], (case["batch"], case["prompt"]), generator=dice).tolist()
+    buckets = [rows for rows in (1, case["batch"]) if package(model, rows, 16).exists()]
 
     def seconds(at_once: int, new: int) -> float:
         pool = BlockPool(case["batch"] * (case["prompt"] + case["new"]) // 16 + 2 * case["batch"], 16)
         budget = case["batch"] * case["prompt"]
         scheduler = Scheduler(pool, token_budget=budget, max_running=at_once, reuse_prefixes=False)
-        engine = Serving(scheduler, ModelExecutor(model, pool), clock)
+        engine = Serving(scheduler, ModelExecutor(model, pool, buckets=buckets), clock)
         requests = [TokenRequest.of(index, prompt, new) for index, prompt in enumerate(prompts)]
         start = clock.now()
         for _ in engine.run((0.0, request) for request in requests):
@@ -227,7 +228,8 @@ def serve(job: Figures, clock: Clock) -> Figures:
     for name, at_once in (("together", case["batch"]), ("one after another", 1)):
         seconds(at_once, _WARM_UP)
         found[name] = {"e2e_s": seconds(at_once, case["new"])}
-    return {"cases": found, "note": f"kernels {'built' if built() else 'not built'}"}
+    steps = f"steps compiled for {buckets} requests, others eager"
+    return {"cases": found, "note": f"kernels {'built' if built() else 'not built'}; {steps}"}
 
 
 def ready(job: Figures, clock: Clock) -> Callable[[], Figures]:

@@ -22,8 +22,7 @@ def main() -> None:
     made = argparse.ArgumentParser(
         description=__doc__,
         epilog="Output tokens per second are all tokens of all answers over the time from the first request to the "
-        "last token, prompts included. Run `kvlab compile --model smollm2 --dtype bfloat16` before, once: it builds "
-        "the kernels and measures which product is the fastest for how many rows. README.md says how vLLM is installed.",
+        "last token, prompts included. README.md says what to compile before, and how vLLM is installed.",
     )
     made.add_argument("--model", default="smollm2", help="what kvlab loads (smollm2)")
     made.add_argument(
