@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median, quantiles
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import kvlab.timing
 from kvlab.config import ModelConfig
 from kvlab.cost import Hardware, predict
+from kvlab.errors import MeasureError
+from kvlab.serving import Served
 from kvlab.timing import (
     Clock,
     RequestTimes,
     Sample,
+    VirtualClock,
     carries_token,
     clock_for,
     goodput,
     interleave,
     noise_floor,
+    percentile,
     pooled_itl,
     repeat,
 )
@@ -194,10 +202,64 @@ def test_a_promise_that_is_just_kept_is_kept() -> None:
     assert goodput([RequestTimes(0.0, [1.0, 1.25])], 1.0, ttft=1.0, tpot=0.25) == 1.0
 
 
+def test_goodput_takes_figures_as_well_as_times() -> None:
+    served = [Served(0.5, 0.1), Served(1.5, 0.1), Served(0.5, 0.4), Served(0.5, None)]
+    assert goodput(served, 2.0, ttft=1.0, tpot=0.2) == 1.0
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0])
 def test_goodput_needs_a_run_that_lasted(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"seconds is -?[01]\.0; goodput is a rate"):
         goodput([], seconds)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40))
+def test_percentiles_are_the_inclusive_quantiles(values: list[float]) -> None:
+    cuts = quantiles(values, n=100, method="inclusive")
+    for percent in (1, 25, 50, 90, 99):
+        assert percentile(values, percent) == pytest.approx(cuts[percent - 1], rel=1e-9, abs=1e-6)
+    assert percentile(values, 50) == pytest.approx(median(values))
+    assert (percentile(values, 0), percentile(values, 100)) == (min(values), max(values))
+
+
+def test_a_percentile_lies_on_the_line_between_its_neighbours() -> None:
+    assert percentile([30.0, 10.0, 20.0], 75) == 25
+    assert percentile([7.0], 99) == 7
+
+
+@pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], -1), ([1.0], 100.5), ([1.0], float("nan"))])
+def test_percentiles_that_do_not_exist_are_refused(values: list[float], percent: float) -> None:
+    with pytest.raises(MeasureError, match="give 0 to 100, and one value or more"):
+        percentile(values, percent)
+
+
+def test_a_virtual_clock_moves_only_when_told() -> None:
+    clock = VirtualClock()
+    assert clock.now() == clock.now() == 0
+    clock.advance(1.5)
+    clock.advance(0)
+    assert clock.now() == 1.5
+    clock.wait_until(4.0)
+    assert clock.now() == 4.0
+    clock.wait_until(2.0)
+    assert clock.now() == 4.0
+
+
+@pytest.mark.parametrize("seconds", [-0.1, float("nan")])
+def test_a_virtual_clock_does_not_run_backwards(seconds: float) -> None:
+    clock = VirtualClock()
+    with pytest.raises(MeasureError, match="advances by 0 or more"):
+        clock.advance(seconds)
+    assert clock.now() == 0
+
+
+def test_a_real_clock_sleeps_for_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(kvlab.timing, "sleep", slept.append)
+    clock = Clock(read=lambda: 10.0)
+    clock.wait_until(12.5)
+    clock.wait_until(3.0)
+    assert slept == [2.5, 0.0]
 
 
 def test_median_best_and_spread_by_hand() -> None:

@@ -2,15 +2,16 @@
 
 from kvlab.serving.engine import Engine, Event, EventKind, Listener, StepRecord
 from kvlab.serving.executor import CostModelExecutor, Executor, ModelExecutor, StepSeconds
-from kvlab.serving.log import EventLog, Histogram, Served, Summary
+from kvlab.serving.log import EventLog, Histogram, Lifetime, Lifetimes, Served, Summary
+from kvlab.serving.metrics import Metrics
 from kvlab.serving.request import FinishReason, Request, TokenRequest
 from kvlab.serving.scheduler import Order, Plan, Policy, Scheduler
-from kvlab.serving.simulate import Replica, SimulatedRequest, simulate, simulate_disaggregated
+from kvlab.serving.simulate import Handover, Replica, SimulatedRequest, simulate, simulate_disaggregated
 from kvlab.serving.workload import Arrival, Lengths, Workload, arrivals, workload
 
 __all__ = [
-    "Arrival", "CostModelExecutor", "Engine", "Event", "EventKind", "EventLog", "Executor", "FinishReason", "Histogram",
-    "Lengths", "Listener", "ModelExecutor", "Order", "Plan", "Policy", "Replica", "Request", "Scheduler", "Served",
-    "SimulatedRequest", "StepRecord", "StepSeconds", "Summary", "TokenRequest", "Workload", "arrivals", "simulate",
-    "simulate_disaggregated", "workload",
+    "Arrival", "CostModelExecutor", "Engine", "Event", "EventKind", "EventLog", "Executor", "FinishReason", "Handover",
+    "Histogram", "Lengths", "Lifetime", "Lifetimes", "Listener", "Metrics", "ModelExecutor", "Order", "Plan", "Policy",
+    "Replica", "Request", "Scheduler", "Served", "SimulatedRequest", "StepRecord", "StepSeconds", "Summary",
+    "TokenRequest", "Workload", "arrivals", "simulate", "simulate_disaggregated", "workload",
 ]  # fmt: skip

@@ -1,12 +1,18 @@
-"""What happened: everything, for a few requests, or what can be kept of millions."""
+"""What happened: everything, for a few requests, or what can be kept of millions.
+
+Every figure comes from the same few times: when a request was sent, when it first ran, and when its tokens came. The
+figures themselves are those of :class:`kvlab.timing.RequestTimes`.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from kvlab.errors import MeasureError
@@ -41,6 +47,114 @@ class EventLog:
         return times
 
 
+@dataclass(slots=True)
+class Lifetime:
+    """What the figures of one request are made of: a few times, however long the answer. NaN is "not yet".
+
+    Args:
+        prompt_tokens: that the user sent.
+        sent: when.
+        scheduled: when it first joined those who run.
+        first: when its first token came.
+        last: when its newest token came.
+        tokens: of the answer so far.
+    """
+
+    prompt_tokens: int
+    sent: float
+    scheduled: float = math.nan
+    first: float = math.nan
+    last: float = math.nan
+    tokens: int = 0
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token; None before it came."""
+        return self.first - self.sent if self.tokens else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None for fewer than two tokens."""
+        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
+
+    @property
+    def e2e(self) -> float | None:
+        """From sending to the newest token; None before the first came."""
+        return self.last - self.sent if self.tokens else None
+
+
+class Lifetimes:
+    """Follows requests from their arrival to their end, and tells its subclasses what figures are made of."""
+
+    def __init__(self) -> None:
+        self._live: dict[Request, Lifetime] = {}
+
+    def began(self, life: Lifetime) -> None:
+        """The first token of a request came.
+
+        Args:
+            life: of the request.
+        """
+
+    def gap(self, seconds: float, times: int) -> None:
+        """So much time lay between two tokens of a request.
+
+        Args:
+            seconds: between them.
+            times: how often.
+        """
+
+    def ended(self, request: Request, life: Lifetime) -> None:
+        """A request ended, with or without an answer.
+
+        Args:
+            request: that ended; ``finish`` says how.
+            life: of the request.
+        """
+
+    def event(self, event: Event) -> None:
+        """Something happened to a request."""
+        request = event.request
+        if event.kind == "queued":
+            if request not in self._live:
+                self._live[request] = Lifetime(request.prompt_tokens, event.time)
+        elif event.kind == "scheduled":
+            life = self._live[request]
+            if math.isnan(life.scheduled):
+                life.scheduled = event.time
+        elif event.kind == "finished":
+            self.ended(request, self._live.pop(request))
+        elif event.kind == "refused":
+            self._live.pop(request, None)
+
+    def step(self, record: StepRecord) -> None:
+        """Note when tokens came. Those that came one a step, in step with all others, are told in one call."""
+        live, start, end, repeats, steady = self._live, record.start, record.end, record.repeats, 0
+        for request, tokens in record.emitted.items():
+            count = len(tokens)
+            if not count:
+                continue
+            life = live[request]
+            if life.last == start and count == repeats:
+                steady += count
+            else:
+                self._irregular(life, record.token_times(count))
+            life.last = end
+            life.tokens += count
+        if steady:
+            self.gap((end - start) / repeats, steady)
+
+    def _irregular(self, life: Lifetime, times: Sequence[float]) -> None:
+        """Tokens after a pause, the first of an answer, and those that came at once."""
+        for time in times:
+            if math.isnan(life.first):
+                life.first = life.last = time
+                self.began(life)
+            else:
+                self.gap(time - life.last, 1)
+                life.last = time
+
+
 class Histogram:
     """Counts durations in bins that are one per cent wide: any number of them in a few hundred numbers."""
 
@@ -55,7 +169,7 @@ class Histogram:
 
         Args:
             seconds: 0 or more; all below a nanosecond are one bin.
-            times: how often it occurred.
+            times: how often it occurred, 1 or more.
         """
         self.counts[round(math.log(max(seconds, 1e-9)) / self._WIDTH)] += times
         self.sum += seconds * times
@@ -85,104 +199,97 @@ class Histogram:
         """
         if not self.counts or not 0 <= percent <= 100:
             raise MeasureError(f"percentile {percent} of {self.total} durations; give 0 to 100, and count one or more")
-        rank, passed = percent / 100 * (self.total - 1), 0
-        for place in sorted(self.counts):
-            passed += self.counts[place]
-            if passed > rank:
-                return math.exp(place * self._WIDTH)
-        return math.exp(max(self.counts) * self._WIDTH)
+        rank, places = percent / 100 * (self.total - 1), sorted(self.counts)
+        passed = accumulate(self.counts[place] for place in places)
+        place = next(place for place, count in zip(places, passed, strict=True) if count > rank)
+        return math.exp(place * self._WIDTH)
 
 
 class Served(NamedTuple):
-    """What is kept of a request that ended; None where there is nothing to measure."""
+    """What is kept of a request that was answered to its end; the TPOT of a single token is None."""
 
-    ttft: float | None
+    ttft: float
     tpot: float | None
 
 
-@dataclass(slots=True)
-class _Live:
-    """A request that has not ended: when it was sent, and when its first and its last token came so far."""
+class Summary(Lifetimes):
+    """Keeps three numbers a request, and counts of everything else: for simulations of millions of requests.
 
-    sent: float
-    first: float = math.nan
-    last: float = math.nan
-    count: int = 0
-
-
-class Summary:
-    """Keeps three numbers a request, and counts of everything else: for simulations of millions of requests."""
+    Latencies are of answers that came to their end, ``stop`` or ``length``; tokens are of all.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         # NaN where a figure does not exist: TPOT of a single token.
         self.ttft, self.tpot, self.e2e = array("d"), array("d"), array("d")
         self.itl = Histogram()
         self.finished: Counter[str] = Counter()
-        self.refused = self.preemptions = self.steps = 0
+        #: How many requests were refused, by the reason without its numbers; and one message for each reason.
+        self.refused: Counter[str] = Counter()
+        self.refusals: dict[str, str] = {}
+        self.preemptions = self.steps = 0
         self.tokens_in = self.tokens_out = self.tokens_fed = 0
-        self.start, self.end, self.kv_peak = math.inf, 0.0, 0.0
-        self._busy = self._kv_seconds = self._running_seconds = 0.0
-        self._live: dict[Request, _Live] = {}
+        self.start, self.end, self.kv_peak = math.inf, -math.inf, 0.0
+        # Seconds in which a step ran, and those seconds times what was held and who took part.
+        self._busy_s = self._kv_seconds = self._running_seconds = 0.0
 
-    def expect(self, request: Request, sent: float, first: float) -> None:
-        """Announce a request whose first token came from another engine.
+    def expect(self, request: Request, life: Lifetime) -> None:
+        """Announce a request that another engine has begun to answer.
 
         Args:
             request: will be queued.
-            sent: when the user sent it.
-            first: when the first token came.
+            life: so far.
         """
-        self._live[request] = _Live(sent, first, first, 1)
-        self.start = min(self.start, sent)
+        self._live[request] = life
+        self.start = min(self.start, life.sent)
 
-    def served_elsewhere(self, request: Request, sent: float, first: float) -> None:
-        """Count a request whose only token came from another engine.
+    def refuse(self, message: str) -> None:
+        """Count a request that was refused.
 
         Args:
-            request: that has ended.
-            sent: when the user sent it.
-            first: when its token came.
+            message: why.
         """
-        self.expect(request, sent, first)
-        self._finish(request, self._live.pop(request))
+        reason = re.sub(r"\d+", "N", message)
+        self.refused[reason] += 1
+        self.refusals.setdefault(reason, message)
 
     def event(self, event: Event) -> None:
         """Count it."""
-        request = event.request
+        super().event(event)
         if event.kind == "queued":
-            self._live.setdefault(request, _Live(event.time))
             self.start = min(self.start, event.time)
         elif event.kind == "preempted":
             self.preemptions += 1
         elif event.kind == "refused":
-            self.refused += 1
-        elif event.kind == "finished":
-            self._finish(request, self._live.pop(request))
+            self.refuse(event.request.error)
 
     def step(self, record: StepRecord) -> None:
         """Count it."""
+        super().step(record)
         took = record.end - record.start
-        each = took / record.repeats
-        live, steady = self._live, 0
-        for request, tokens in record.emitted.items():
-            if not tokens:
-                continue
-            state = live[request]
-            if state.last == record.start and len(tokens) == record.repeats:
-                steady += len(tokens)
-            else:
-                self._irregular(state, record.token_times(len(tokens)))
-            state.last = record.end
-            state.count += len(tokens)
-        if steady:
-            self.itl.add(each, steady)
         self.steps += record.repeats
         self.tokens_fed += sum(record.fed.values()) * record.repeats
         self.end = max(self.end, record.end)
         self.kv_peak = max(self.kv_peak, record.kv_usage)
-        self._busy += took
+        self._busy_s += took
         self._kv_seconds += took * record.kv_usage
         self._running_seconds += took * len(record.fed)
+
+    def gap(self, seconds: float, times: int) -> None:
+        """Count it."""
+        self.itl.add(seconds, times)
+
+    def ended(self, request: Request, life: Lifetime) -> None:
+        """Keep its figures."""
+        self.finished[request.finish or "unfinished"] += 1
+        if life.tokens:
+            self.tokens_in += life.prompt_tokens
+            self.tokens_out += life.tokens
+            self.end = max(self.end, life.last)
+        if life.ttft is not None and life.e2e is not None and request.finish in ("stop", "length"):
+            self.ttft.append(life.ttft)
+            self.e2e.append(life.e2e)
+            self.tpot.append(math.nan if life.tpot is None else life.tpot)
 
     def merge(self, other: Summary) -> None:
         """Add what happened on another replica.
@@ -190,38 +297,37 @@ class Summary:
         Args:
             other: of the same span of time.
         """
-        for mine, theirs in ((self.ttft, other.ttft), (self.tpot, other.tpot), (self.e2e, other.e2e)):
-            mine.extend(theirs)
-        self.itl.merge(other.itl)
-        self.finished += other.finished
-        for name in ("refused", "preemptions", "steps", "tokens_in", "tokens_out", "tokens_fed", "_busy",
-                     "_kv_seconds", "_running_seconds"):  # fmt: skip
+        for name in ("ttft", "tpot", "e2e", "finished", "refused", "preemptions", "steps", "tokens_in", "tokens_out",
+                     "tokens_fed", "_busy_s", "_kv_seconds", "_running_seconds"):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.itl.merge(other.itl)
+        self.refusals = other.refusals | self.refusals
         self.start, self.end = min(self.start, other.start), max(self.end, other.end)
         self.kv_peak = max(self.kv_peak, other.kv_peak)
 
     @property
     def seconds(self) -> float:
-        """From the first request to the end of the last step; 0 where nothing was served."""
+        """From the first request to the last token; 0 where nothing was served."""
         return max(self.end - self.start, 0.0)
 
     def served(self) -> list[Served]:
-        """Latencies of every request that ended with an answer."""
-        known = lambda value: None if math.isnan(value) else value  # noqa: E731
-        return [Served(known(ttft), known(tpot)) for ttft, tpot in zip(self.ttft, self.tpot, strict=True)]
+        """Latencies of every request that was answered to its end."""
+        pairs = zip(self.ttft, self.tpot, strict=True)
+        return [Served(ttft, None if math.isnan(tpot) else tpot) for ttft, tpot in pairs]
 
     def report(self, *, ttft: float | None = None, tpot: float | None = None) -> dict[str, Any]:
-        """All figures, in seconds, tokens and requests.
+        """All figures, in seconds, tokens and requests; rates are 0 and latencies None where nothing was served.
 
         Args:
             ttft: the longest time to first token that was promised, for the goodput.
             tpot: the longest time per output token that was promised.
         """
-        seconds = self.seconds or math.nan
+        seconds = self.seconds or math.inf
         return {
-            "requests": self.finished.total() + self.refused,
+            "requests": self.finished.total() + self.refused.total(),
             "finished": dict(self.finished),
-            "refused": self.refused,
+            "refused": self.refused.total(),
+            "refusals": {self.refusals[reason]: count for reason, count in self.refused.most_common()},
             "preemptions": self.preemptions,
             "seconds": self.seconds,
             "ttft_s": _figures(self.ttft),
@@ -231,44 +337,24 @@ class Summary:
             "requests_per_s": self.finished.total() / seconds,
             "prompt_tokens_per_s": self.tokens_in / seconds,
             "output_tokens_per_s": self.tokens_out / seconds,
-            "goodput_per_s": goodput(self.served(), seconds, ttft=ttft, tpot=tpot) if self.seconds else 0.0,
+            "goodput_per_s": goodput(self.served(), seconds, ttft=ttft, tpot=tpot),
             "slo": {"ttft_s": ttft, "tpot_s": tpot},
-            "kv_usage": {"mean": self._kv_seconds / (self._busy or 1), "peak": self.kv_peak},
-            "running_mean": self._running_seconds / (self._busy or 1),
+            "kv_usage": {"mean": self._kv_seconds / (self._busy_s or 1), "peak": self.kv_peak},
+            "running_mean": self._running_seconds / (self._busy_s or 1),
             "steps": self.steps,
             "tokens_fed": self.tokens_fed,
         }
 
-    def _irregular(self, state: _Live, times: Sequence[float]) -> None:
-        """Tokens after a pause, the first of an answer, and those that came at once."""
-        last = state.last
-        for time in times:
-            if math.isnan(last):
-                state.first = time
-            else:
-                self.itl.add(time - last)
-            last = time
-
-    def _finish(self, request: Request, state: _Live) -> None:
-        self.finished[request.finish or "unfinished"] += 1
-        if state.count:
-            self.tokens_in += request.prompt_tokens
-            self.tokens_out += state.count
-            self.ttft.append(state.first - state.sent)
-            self.e2e.append(state.last - state.sent)
-            gaps = state.count - 1
-            self.tpot.append((state.last - state.first) / gaps if gaps else math.nan)
-
     def _itl_figures(self) -> dict[str, float] | None:
-        if not self.itl.total:
+        if not self.itl.counts:
             return None
         found = {f"p{percent}": self.itl.percentile(percent) for percent in PERCENTS}
         return {"mean": self.itl.sum / self.itl.total, **found, "max": self.itl.percentile(100)}
 
 
 def _figures(values: Iterable[float]) -> dict[str, float] | None:
-    known = [value for value in values if not math.isnan(value)]
+    known = sorted(value for value in values if not math.isnan(value))
     if not known:
         return None
     found = {f"p{percent}": percentile(known, percent) for percent in PERCENTS}
-    return {"mean": sum(known) / len(known), **found, "max": max(known)}
+    return {"mean": sum(known) / len(known), **found, "max": known[-1]}

@@ -2,26 +2,33 @@
 
 Replicas share nothing: conversations are dealt out among them in turn, and each is simulated by itself. So time grows
 with the number of steps, and within a step with the number of requests that run; the number of replicas adds nothing.
+Steps that are alike are taken in one, so that a replica with little to do costs little.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from itertools import count
+from multiprocessing import active_children, get_context
 
 from kvlab.cache import BlockPool
 from kvlab.config import Shape, shape_of
 from kvlab.cost import (
+    GB,
     Device,
     Format,
     Pool,
     StepTimes,
     activation_bytes,
+    format_of,
     hardware_of,
+    kv_bytes,
     pool_bytes,
     prefill_pass,
     transfer_seconds,
@@ -30,7 +37,7 @@ from kvlab.cost import (
 from kvlab.errors import ConfigError, at_least
 from kvlab.serving.engine import Engine, Event, Listener, StepRecord
 from kvlab.serving.executor import CostModelExecutor
-from kvlab.serving.log import Summary
+from kvlab.serving.log import Lifetime, Summary
 from kvlab.serving.request import Request
 from kvlab.serving.scheduler import Order, Policy, Scheduler
 from kvlab.serving.workload import Arrival, Workload, arrivals
@@ -38,6 +45,12 @@ from kvlab.timing import VirtualClock
 
 #: Requests from which other processes are worth their start.
 _MANY = 20_000
+
+#: Requests between two lines about progress.
+_OFTEN = 1_000
+
+#: Part of the memory that weights, activations and cache may take: ``gpu_memory_utilization`` of vLLM.
+_CLAIMED = 0.9
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -75,9 +88,11 @@ class SimulatedRequest(Request):
 
     def append(self, tokens: Sequence[int]) -> int:
         """Take tokens of the answer, up to its end: its own, or the cap."""
-        taken = Request.append(self, tokens)
-        if self.finish and self.new_tokens < self.max_new_tokens:
-            self.finish = "stop"
+        left = self.tokens_left
+        taken = min(len(tokens), left)
+        self.num_tokens += taken
+        if taken == left:
+            self.finish = "length" if self.output_tokens == self.max_new_tokens else "stop"
         return taken
 
 
@@ -89,9 +104,9 @@ class Replica:
         model: a preset name, a Hub config, or a shape.
         hardware: a slug or a device.
         policy: how a step is filled.
-        token_budget: tokens of a step, at most.
+        token_budget: tokens of a step, at most; None for 2,048, or where prompts are read whole the model's context.
         max_running: requests that run at once, at most.
-        blocks: of the KV pool; None for what fits beside the weights into nine tenths of the memory.
+        blocks: of the KV pool; None for what fits beside weights and activations into nine tenths of the memory.
         block_size: tokens of a block.
         order: who of those who wait comes first.
         ageing: see :class:`Scheduler`.
@@ -109,7 +124,7 @@ class Replica:
     model: Shape
     hardware: Device
     policy: Policy | str = Policy.CHUNKED
-    token_budget: int = 2048
+    token_budget: int | None = None
     max_running: int = 256
     blocks: int | None = None
     block_size: int = 16
@@ -123,17 +138,36 @@ class Replica:
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.engine()  # which checks everything
+        at_least(1, "block_size", self.block_size)
+        if self.max_new_tokens is not None:
+            at_least(1, "max_new_tokens", self.max_new_tokens)
+        self.engine()  # which checks everything else
+
+    @property
+    def budget(self) -> int:
+        """Tokens of a step, at most."""
+        if self.token_budget is not None:
+            return at_least(1, "token_budget", self.token_budget)
+        return 2048 if self.policy == Policy.CHUNKED else shape_of(self.model).max_seq_len
 
     @property
     def n_blocks(self) -> int:
         """Blocks of the pool."""
         if self.blocks is not None:
             return at_least(1, "blocks", self.blocks)
-        config, memory = shape_of(self.model), hardware_of(self.hardware).memory_bytes
-        step = activation_bytes(config, prefill_pass(min(self.token_budget, config.max_seq_len)), self.dtype)
-        room = pool_bytes(memory, 0.9, weight_bytes(config, self.weights or self.dtype), step)
-        return Pool.of(config, room, self.kv or self.dtype, block_size=self.block_size).blocks
+        config, device, kv = shape_of(self.model), hardware_of(self.hardware), self.kv or self.dtype
+        step = activation_bytes(config, prefill_pass(min(self.budget, config.max_seq_len)), self.dtype)
+        form = format_of(self.weights or self.dtype)
+        weights = weight_bytes(config, form)
+        room = pool_bytes(device.memory_bytes, _CLAIMED, weights, step)
+        if room < kv_bytes(config, self.block_size, kv, honour_windows=False):
+            raise ConfigError(
+                f"{config.name} does not fit {device.title}: weights of {form.bytes_per_element:.3g} bytes an element "
+                f"take {weights / GB:.1f} GB, the activations of a step of {self.budget} tokens {step / GB:.1f} GB, "
+                f"and {_CLAIMED * device.memory_bytes / GB:.1f} GB may be used; choose narrower weights, a smaller "
+                "model or budget, or more memory"
+            )
+        return Pool.of(config, room, kv, block_size=self.block_size).blocks
 
     def engine(self, *listeners: Listener) -> Engine:
         """An engine on a virtual clock that has served nobody yet.
@@ -145,7 +179,7 @@ class Replica:
         scheduler = Scheduler(
             BlockPool(self.n_blocks, self.block_size),
             policy=self.policy,
-            token_budget=self.token_budget,
+            token_budget=self.budget,
             max_running=self.max_running,
             max_len=shape_of(self.model).max_seq_len,
             order=self.order,
@@ -163,8 +197,52 @@ class Replica:
             coming: times and requests, in order.
             listeners: are told what happens.
         """
-        for _ in self.engine(*listeners).run(coming):
+        engine = self.engine()
+        door = _FrontDoor(engine.scheduler, listeners)
+        engine.listeners = (door,)
+        for _ in engine.run(door.let_in(coming)):
             pass
+
+    def answer_tokens(self, arrival: Arrival) -> int:
+        """Tokens of an answer, under the cap.
+
+        Args:
+            arrival: what is asked for.
+        """
+        return min(arrival.output_tokens, self.max_new_tokens or arrival.output_tokens)
+
+
+class _FrontDoor:
+    """Tells listeners when a request came, and why it was refused.
+
+    The engine hears of a request between two steps. It may have come in the middle of one, and its user waits from
+    then on.
+
+    Args:
+        scheduler: of the engine.
+        listeners: are told.
+    """
+
+    def __init__(self, scheduler: Scheduler, listeners: Sequence[Listener]) -> None:
+        self._scheduler, self._listeners = scheduler, listeners
+        self._came: dict[Request, float] = {}
+
+    def let_in(self, coming: Iterable[tuple[float, Request]]) -> Iterator[tuple[float, Request]]:
+        for time, request in coming:
+            self._came[request] = time
+            yield time, request
+
+    def event(self, event: Event) -> None:
+        if event.kind == "refused":
+            event.request.error = self._scheduler.refusal(event.request) or ""
+        if event.request in self._came and event.kind in ("queued", "refused"):
+            event = Event(event.kind, self._came.pop(event.request), event.request)
+        for listener in self._listeners:
+            listener.event(event)
+
+    def step(self, record: StepRecord) -> None:
+        for listener in self._listeners:
+            listener.step(record)
 
 
 def simulate(
@@ -179,6 +257,9 @@ def simulate(
 ) -> Summary:
     """Serve a workload by equal replicas and summarise what users saw.
 
+    Many requests for several replicas are spread over as many processes as there are CPU cores. A script that does so
+    keeps its own work under ``if __name__ == "__main__"``, because each process imports it.
+
     Args:
         replica: each of them.
         workload: what is asked for.
@@ -191,75 +272,86 @@ def simulate(
     Raises:
         ConfigError: a number is impossible.
     """
-    at_least(1, "requests", requests)
-    work = partial(_serve_shares, replica, workload, rate, requests, seed, at_least(1, "replicas", replicas))
+    dealt: list[list[Arrival]] = [[] for _ in range(at_least(1, "replicas", replicas))]
+    for arrival in arrivals(workload, rate=rate, requests=at_least(1, "requests", requests), seed=seed):
+        dealt[arrival.session % replicas].append(arrival)
     processes = min(os.cpu_count() or 1, replicas) if requests >= _MANY else 1
-    total = Summary()
-    if processes == 1:
-        for done, summary in enumerate(work(range(replicas)), start=1):
+    total, serve = Summary(), partial(_serve_share, replica)
+    shares = (dealt.pop(0) for _ in range(replicas))
+    with _spread(processes) as spread:
+        mine = (_heard(share, tell) for share in shares) if processes == 1 else shares
+        for done, summary in enumerate(spread(serve, mine), start=1):
             total.merge(summary)
             tell(f"{done} of {replicas} replicas")
-        return total
-    # Each process takes every n-th replica: it makes all arrivals itself and keeps its own.
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        shares = [pool.submit(_all_of, work, range(first, replicas, processes)) for first in range(processes)]
-        for done, share in enumerate(as_completed(shares), start=1):
-            total.merge(share.result())
-            tell(f"{done} of {processes} processes, {replicas} replicas among them")
     return total
 
 
-def _all_of(work: Callable[[Sequence[int]], Iterator[Summary]], share: Sequence[int]) -> Summary:
-    total = Summary()
-    for summary in work(share):
-        total.merge(summary)
-    return total
+def _serve_share(replica: Replica, share: Iterable[Arrival]) -> Summary:
+    """What one replica did."""
+    summary, cap = Summary(), replica.max_new_tokens
+    replica.serve(((each.time, SimulatedRequest.of(n, each, cap)) for n, each in enumerate(share)), summary)
+    return summary
 
 
-def _serve_shares(
-    replica: Replica,
-    workload: Workload,
-    rate: float,
-    requests: int,
-    seed: int,
-    replicas: int,
-    share: Sequence[int],
-) -> Iterator[Summary]:
-    """What each of some replicas did."""
-    dealt: dict[int, list[tuple[int, Arrival]]] = {index: [] for index in share}
-    for number, arrival in enumerate(arrivals(workload, rate=rate, requests=requests, seed=seed)):
-        if (mine := dealt.get(arrival.session % replicas)) is not None:
-            mine.append((number, arrival))
-    for index in share:
-        summary = Summary()
-        coming = dealt.pop(index)
-        cap = replica.max_new_tokens
-        replica.serve(((each.time, SimulatedRequest.of(number, each, cap)) for number, each in coming), summary)
-        yield summary
+def _heard(share: Sequence[Arrival], tell: Callable[[str], None]) -> Iterator[Arrival]:
+    for number, arrival in enumerate(share):
+        if number and number % _OFTEN == 0:
+            tell(f"{number:,} of {len(share):,} requests of a replica")
+        yield arrival
 
 
-class Handover:
-    """Notes when each request of a prefill replica is ready to be moved to a decode replica.
+Spread = Callable[[Callable[..., Summary], Iterable], Iterable[Summary]]
 
-    The caches leave one after another, over one link of the replica.
+
+@contextmanager
+def _spread(processes: int) -> Iterator[Spread]:
+    """``map``, or that of so many processes. Ctrl-C and errors end them at once, and only this process speaks of it."""
+    if processes == 1:
+        yield map
+        return
+    others = set(active_children())
+    pool = ProcessPoolExecutor(
+        processes,
+        mp_context=get_context("spawn"),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )
+    try:
+        yield pool.map
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(active_children()) - others:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown()
+
+
+class Handover(Summary):
+    """What a prefill replica did, and when the cache of each request that goes on has arrived at the decode pool.
+
+    Caches leave one after another, over one link of the replica, once the first token is there. A request whose answer
+    is that one token ends here.
 
     Args:
         seconds_to_move: how long the cache of a prompt of so many tokens takes.
+        goes_on: whether an answer has more tokens.
     """
 
-    def __init__(self, seconds_to_move: Callable[[int], float]) -> None:
-        self._seconds_to_move, self._free_at = seconds_to_move, 0.0
-        #: For each request the time of its first token, and the time at which its cache has arrived.
-        self.ready: dict[Request, tuple[float, float]] = {}
+    def __init__(self, seconds_to_move: Callable[[int], float], goes_on: Callable[[Arrival], bool]) -> None:
+        super().__init__()
+        self._seconds_to_move, self._goes_on, self._free_at = seconds_to_move, goes_on, 0.0
+        #: When each cache has arrived, whose it is, and the request's times so far.
+        self.arrived: list[tuple[float, SimulatedRequest, Lifetime]] = []
 
-    def event(self, event: Event) -> None:
-        """A request that has its first token is sent on."""
-        if event.kind == "finished":
-            self._free_at = max(self._free_at, event.time) + self._seconds_to_move(event.request.prompt_tokens)
-            self.ready[event.request] = (event.time, self._free_at)
-
-    def step(self, record: StepRecord) -> None:
-        """Nothing to note."""
+    def ended(self, request: Request, life: Lifetime) -> None:
+        """Send it on, or keep its figures."""
+        assert isinstance(request, SimulatedRequest)
+        if not self._goes_on(request.arrival):
+            super().ended(request, life)
+            return
+        self._free_at = max(self._free_at, life.last) + self._seconds_to_move(request.prompt_tokens)
+        self.arrived.append((self._free_at, request, life))
 
 
 def simulate_disaggregated(
@@ -273,16 +365,18 @@ def simulate_disaggregated(
     decode_replicas: int = 1,
     bytes_per_second: float,
     seed: int = 0,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Summary:
     """Serve a workload by two pools: one reads prompts, the other decodes, and caches move between them.
 
     DistServe (arXiv:2401.09670) and Splitwise (arXiv:2311.18677): neither phase disturbs the other, at the price of
     moving every cache, and of machines that can do only one of the two. A request gets its first token from the prefill
-    pool; its second one waits for the move and for room in the decode pool.
+    pool; its second one waits for the move and for room in the decode pool, and that wait is its first ITL. What the
+    decode pool could never hold is refused before it is read.
 
     Args:
         prefill: each replica of the first pool.
-        decode: each replica of the second.
+        decode: each replica of the second. Its ``max_new_tokens`` is the cap of the answers.
         workload: what is asked for.
         rate: requests per second.
         requests: how many are sent.
@@ -290,46 +384,59 @@ def simulate_disaggregated(
         decode_replicas: of the second.
         bytes_per_second: of the link of each prefill replica.
         seed: of everything that is drawn.
+        tell: called with how far it has come.
+
+    Returns:
+        What users saw. Steps are those of both pools together, and so are the means of what was held and who ran.
 
     Raises:
         ConfigError: a number is impossible.
     """
-    at_least(1, "requests", requests)
-    if not bytes_per_second > 0:
-        raise ConfigError(f"bytes_per_second is {bytes_per_second}; a link moves more than 0")
-    read, total = list[tuple[SimulatedRequest, float, float]](), Summary()
-    coming = list(arrivals(workload, rate=rate, requests=requests, seed=seed))
-    for index in range(at_least(1, "prefill_replicas", prefill_replicas)):
-        handover = Handover(
-            lambda tokens: transfer_seconds(prefill.model, tokens, bytes_per_second, prefill.kv or prefill.dtype)
-        )
-        mine = [(n, each) for n, each in enumerate(coming) if each.session % prefill_replicas == index]
-        prefill.serve(((each.time, SimulatedRequest.of(n, each, 1)) for n, each in mine), handover)
-        read += ((request, *times) for request, times in handover.ready.items())  # type: ignore[misc]
-    read.sort(key=lambda each: each[2])
-    for index in range(at_least(1, "decode_replicas", decode_replicas)):
-        total.merge(_decode_share(decode, read[index::decode_replicas]))
+    move = partial(_move_seconds, prefill, bytes_per_second)
+    move(1)  # which checks the link
+    at_least(1, "decode_replicas", decode_replicas)
+    total, door = Summary(), decode.engine().scheduler
+    dealt: list[list[tuple[float, Request]]] = [[] for _ in range(at_least(1, "prefill_replicas", prefill_replicas))]
+    numbers = count()
+    for arrival in arrivals(workload, rate=rate, requests=at_least(1, "requests", requests), seed=seed):
+        if decode.answer_tokens(arrival) > 1 and (reason := door.refusal(_moved(decode, 0, arrival))):
+            total.refuse(reason)
+        else:
+            request = SimulatedRequest.of(next(numbers), arrival, 1)
+            dealt[arrival.session % prefill_replicas].append((arrival.time, request))
+    arrived = list[tuple[float, SimulatedRequest, Lifetime]]()
+    for done, coming in enumerate(dealt, start=1):
+        handover = Handover(move, lambda arrival: decode.answer_tokens(arrival) > 1)
+        prefill.serve(coming, handover)
+        arrived += handover.arrived
+        total.merge(handover)
+        tell(f"{done} of {prefill_replicas} prefill replicas")
+    arrived.sort(key=lambda each: each[0])
+    for index in range(decode_replicas):
+        total.merge(_decode_share(decode, arrived[index::decode_replicas]))
+        tell(f"{index + 1} of {decode_replicas} decode replicas")
     return total
 
 
-def _decode_share(decode: Replica, read: Sequence[tuple[SimulatedRequest, float, float]]) -> Summary:
+def _move_seconds(prefill: Replica, bytes_per_second: float, tokens: int) -> float:
+    return transfer_seconds(prefill.model, tokens, bytes_per_second, prefill.kv or prefill.dtype)
+
+
+def _moved(decode: Replica, id: Hashable, arrival: Arrival) -> SimulatedRequest:
+    """A request as the decode pool sees it: its first token is known, and the cache of all before it comes along."""
+    left = decode.answer_tokens(arrival) - 1
+    cap = (decode.max_new_tokens or arrival.output_tokens) - 1
+    request = SimulatedRequest(id, arrival.prompt_tokens + 1, cap, arrival=arrival, output_tokens=left)
+    request.brought = arrival.prompt_tokens
+    return request
+
+
+def _decode_share(decode: Replica, arrived: Sequence[tuple[float, SimulatedRequest, Lifetime]]) -> Summary:
+    """What one decode replica did, with the caches that arrived there in order."""
     summary, coming = Summary(), list[tuple[float, Request]]()
-    for request, first, arrived in read:
-        arrival = request.arrival
-        if arrival.output_tokens == 1:
-            summary.served_elsewhere(request, arrival.time, first)
-            continue
-        # The first token is part of what is known; the cache holds everything before it.
-        cap = (decode.max_new_tokens or arrival.output_tokens) - 1
-        moved = SimulatedRequest(
-            request.id,
-            arrival.prompt_tokens + 1,
-            cap,
-            arrival=arrival,
-            output_tokens=min(arrival.output_tokens - 1, cap),
-        )
-        moved.brought = arrival.prompt_tokens
-        summary.expect(moved, arrival.time, first)
-        coming.append((arrived, moved))
+    for time, request, life in arrived:
+        moved = _moved(decode, request.id, request.arrival)
+        summary.expect(moved, life)
+        coming.append((time, moved))
     decode.serve(coming, summary)
     return summary
