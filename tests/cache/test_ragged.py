@@ -35,6 +35,7 @@ class Machine:
         self.pool = BlockPool(self.n_blocks, self.block_size)
         self.storage = BlockStorage(self.model.config, self.pool, self.model.dtype)
         self.storage.slots[:, :, :, : self.storage.beyond] = torch.nan
+        self.pool.allocate(1)  # nobody's: slot 0 stays NaN, should anything read there for want of a block
 
     def feed(self, fed: Sequence[tuple[int, int, int]], seed: int = 0) -> list[Tensor]:
         """A pass in which some requests bring tokens, as (request, new, wanted); the wanted logits of each."""
