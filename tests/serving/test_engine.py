@@ -225,6 +225,19 @@ def test_repeated_steps_are_steps_one_by_one(
     assert played[0] == played[1]
 
 
+def test_steps_that_cost_nothing_are_taken_in_a_row() -> None:
+    clock = VirtualClock()
+
+    class Free:
+        def seconds(self, decodes: int, held: int, prompts: Sequence[Row] = ()) -> float:
+            return 0.0
+
+    engine = Engine(Scheduler(BlockPool(9, 4)), CostModelExecutor(Free(), clock), clock)
+    request = Request("a", 2, 9)
+    assert len(list(engine.run([(0.0, request), (1.0, Request("b", 2, 9))]))) == 4
+    assert request.finish == "length"
+
+
 def test_tables_grow_over_repeated_steps_as_over_single_ones() -> None:
     engine = simulated(Linear(decode=0.5), max_running=8)
     requests = [Request(id, 3 + id, 30) for id in range(3)]
@@ -386,8 +399,29 @@ def test_an_executor_that_raises_ends_the_guilty_and_nobody_else() -> None:
 def test_a_failure_that_goes_away_costs_nobody_anything() -> None:
     engine = symbolic(fails=lambda request, call: call == 2 and request.id == 1)
     requests = [send(engine, id, [id, 7], 5) for id in range(3)]
-    serve(engine)
+    records = serve(engine)
     assert all(request.answer == alone(request.tokens[:2], 5) for request in requests)
+    assert [record.failure.startswith("RuntimeError: the device lost 1") for record in records[:3]] == [
+        False, True, False,
+    ]  # fmt: skip
+
+
+def test_ctrl_c_while_forks_part_takes_nothing_from_either() -> None:
+    """The copy that the broken step was to make is made by the next one."""
+    engine = symbolic(block_size=4, reuse_prefixes=False)
+    a = send(engine, "a", [1, 2, 3, 4, 5], 6)
+    engine.step()
+    twin = engine.fork("a", "twin")
+    work, engine.executor.execute = engine.executor.execute, interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.executor.execute = work  # type: ignore[method-assign]
+    serve(engine)
+    assert a.answer == twin.answer == alone([1, 2, 3, 4, 5], 6)
+
+
+def interrupted(plan: Plan) -> dict[Request, Sequence[int]]:
+    raise KeyboardInterrupt
 
 
 def test_an_executor_that_always_fails_ends_everybody() -> None:

@@ -46,6 +46,7 @@ class StepRecord:
         running: requests that ran at the end.
         kv_usage: part of the pool that is held at the end, 0 to 1.
         repeats: how many steps.
+        failure: why the step failed when it was taken as a whole, and was then taken request by request; else empty.
     """
 
     start: float
@@ -56,6 +57,7 @@ class StepRecord:
     running: int
     kv_usage: float
     repeats: int = 1
+    failure: str = ""
 
     def token_times(self, count: int) -> list[float]:
         """When the tokens of one request arrived: one a step, or all at the end of a single step.
@@ -97,6 +99,8 @@ class Engine:
     executor: Executor
     clock: Clock = field(default_factory=Clock)
     listeners: Sequence[Listener] = ()
+    #: Blocks that were to be copied in a step that never ended, because somebody pressed Ctrl-C.
+    _uncopied: list[tuple[int, int]] = field(init=False, default_factory=list)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -161,6 +165,7 @@ class Engine:
             return None
         start = self.clock.now()
         plan = self.scheduler.schedule()
+        plan.copies[:0] = self._uncopied
         for request in plan.preempted:
             self._tell("preempted", request, start)
         for request in plan.admitted:
@@ -168,14 +173,16 @@ class Engine:
         taking_part = list(plan.tokens)
         if plan.repeatable:
             self.scheduler.repeat(plan, self.executor.repeats(plan, None if until is None else until - start))
-        emitted = self._execute(plan)
+        self._uncopied = plan.copies
+        emitted, failure = self._execute(plan)
+        self._uncopied = []
         end = self.clock.now()
         for request in emitted:
             self._book(request, plan, emitted)
         scheduler = self.scheduler
         record = StepRecord(
             start, end, plan.tokens, emitted, scheduler.n_waiting, len(scheduler.running), scheduler.pool.usage,
-            plan.repeats,
+            plan.repeats, failure,
         )  # fmt: skip
         for listener in self.listeners:
             listener.step(record)
@@ -236,18 +243,19 @@ class Engine:
             raise ConfigError(f"request {id!r} has no tokens, only a number of them; make it a TokenRequest")
         return request
 
-    def _execute(self, plan: Plan) -> dict[Request, Sequence[int]]:
-        """Take a step. If it fails, take it request by request: the one that fails alone is ended, the others go on."""
+    def _execute(self, plan: Plan) -> tuple[dict[Request, Sequence[int]], str]:
+        """Take a step. If it fails, take it request by request: who fails alone is ended, and the others go on."""
         if not plan.tokens:
-            return {}
+            return {}, ""
         try:
-            return self.executor.execute(plan)
+            return self.executor.execute(plan), ""
         except Exception as failure:
+            reason = _said(failure)
             if len(plan.tokens) == 1:
                 (request,) = plan.tokens
                 plan.drop(request)
                 self._fail(request, failure)
-                return {}
+                return {}, reason
         emitted: dict[Request, Sequence[int]] = {}
         for request in list(plan.tokens):
             try:
@@ -255,7 +263,7 @@ class Engine:
             except Exception as failure:
                 plan.drop(request)
                 self._fail(request, failure)
-        return emitted
+        return emitted, reason
 
     def _book(self, request: Request, plan: Plan, emitted: dict[Request, Sequence[int]]) -> None:
         """Append what a request emitted, as far as its answer goes, and ask for a guess at what comes next."""
@@ -272,7 +280,7 @@ class Engine:
                 self._fail(request, failure)
 
     def _fail(self, request: Request, failure: Exception) -> None:
-        request.finish, request.error = "error", f"{type(failure).__name__}: {one_line(failure)}"
+        request.finish, request.error = "error", _said(failure)
         self.scheduler.end(request)
 
     def _finished(self, request: Request) -> None:
@@ -284,3 +292,7 @@ class Engine:
             event = Event(kind, self.clock.now() if time is None else time, request)
             for listener in self.listeners:
                 listener.event(event)
+
+
+def _said(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {one_line(failure)}"

@@ -78,10 +78,11 @@ class CostModelExecutor:
 
     def repeats(self, plan: Plan, seconds: float | None) -> int:
         """As many as begin before the time is up."""
-        if seconds is None:
+        one = self._seconds(plan, 1)
+        if seconds is None or one == 0:
             return 2**30
         most = min(request.tokens_left for request in plan.tokens)
-        most = min(most, max(ceil(seconds / self._seconds(plan, 1)), 1))
+        most = min(most, max(ceil(seconds / one), 1))
         # Each step takes a little longer than the one before: so many may take too long, and this many do not.
         return max(ceil(seconds / self._seconds(plan, most)), 1)
 
