@@ -30,6 +30,8 @@ from kvlab.book.calculators.catalogue import catalogue
 from kvlab.config import ModelConfig, preset_names
 from kvlab.errors import ConfigError
 
+from .panels import ANSWER, choose, clean, control, enter, page_of
+
 FOLDER = Path(calculators.__file__).parent
 KINDS: dict[str, type[Any]] = {
     kind.kind: kind
@@ -247,34 +249,6 @@ def test_bad_input_is_named(make: Any, said: str) -> None:
 
 
 # --- in a browser ---------------------------------------------------------------------------------------------------
-
-
-def page_of(folder: Path, *shown: Calculator, attributes: str = "") -> Path:
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>t</title>'
-    body = "".join(f"<section>{calculator._repr_html_()}</section>" for calculator in shown)
-    page = f'<html lang="en"{attributes}><head>{head}</head><body><main><h1>t</h1>{body}</main></body></html>'
-    (folder / "index.html").write_text(f"<!doctype html>{page}", "utf8")
-    return folder
-
-
-def control(label: str, inside: str = "") -> str:
-    return f"{inside} .kvc-field:has(label:text-is('{label}'))"
-
-
-def choose(label: str, value: str) -> list[str]:
-    return ["select", f"{control(label)} select", value]
-
-
-def enter(label: str, value: int) -> list[str]:
-    return ["fill", f"{control(label)} input[type=number]", str(value)]
-
-
-ANSWER = ["text", ".kvc-answer"]
-
-
-def clean(seen: dict[str, Any]) -> dict[str, Any]:
-    assert seen["console"] == seen["outside"] == seen["missing"] == []
-    return seen
 
 
 @pytest.mark.browser

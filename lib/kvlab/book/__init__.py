@@ -9,7 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvlab.book.block_maps import BlockHistory, Held, block_map
     from kvlab.book.calculators import (
+        BlockMapExplorer,
         DecodeStepCalculator,
         KVCacheCalculator,
         LatencyCalculator,
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from kvlab.book.timelines import Row, Span, engine_rows, timeline
 
 _HOME = {
+    "BlockHistory": "block_maps",
+    "Held": "block_maps",
+    "block_map": "block_maps",
+    "BlockMapExplorer": "calculators",
     "DecodeStepCalculator": "calculators",
     "KVCacheCalculator": "calculators",
     "LatencyCalculator": "calculators",
@@ -59,9 +65,12 @@ __all__ = [
     "IDLE",
     "INK",
     "PREFILL",
+    "BlockHistory",
+    "BlockMapExplorer",
     "Claim",
     "ClaimFailed",
     "DecodeStepCalculator",
+    "Held",
     "KVCacheCalculator",
     "Lab",
     "LatencyCalculator",
@@ -69,6 +78,7 @@ __all__ = [
     "RooflineCalculator",
     "Row",
     "Span",
+    "block_map",
     "claim",
     "engine_rows",
     "explorer",

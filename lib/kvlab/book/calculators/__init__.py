@@ -3,7 +3,8 @@
 Their arithmetic stands in ``cost.mjs`` and is tested to give what :mod:`kvlab.cost` gives.
 """
 
-from kvlab.book.calculators.base import Calculator
+from kvlab.book.calculators.base import Calculator, Explorable
+from kvlab.book.calculators.explorables import Asked, BlockMapExplorer
 from kvlab.book.calculators.kinds import (
     DecodeStepCalculator,
     KVCacheCalculator,
@@ -13,8 +14,11 @@ from kvlab.book.calculators.kinds import (
 )
 
 __all__ = [
+    "Asked",
+    "BlockMapExplorer",
     "Calculator",
     "DecodeStepCalculator",
+    "Explorable",
     "KVCacheCalculator",
     "LatencyCalculator",
     "MemoryCalculator",

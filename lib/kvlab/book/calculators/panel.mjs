@@ -93,6 +93,12 @@ class Panel {
     return control;
   }
 
+  /** Buttons in a row: [words, what happens]; the panel is drawn again after it. */
+  buttons(...pairs) {
+    const made = pairs.map(([words, act]) => element("button", { type: "button", onclick: () => (act(), this.update()) }, words));
+    this.controls.append(element("div", { class: "kvc-field kvc-buttons" }, ...made));
+  }
+
   /** A whole number to type or to slide; the slider goes in steps of about a half. */
   number(label, value, least, most, steps = rungs) {
     const id = newId();
