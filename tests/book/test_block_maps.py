@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgba
 
 from kvlab.book.block_maps import REQUEST_COLOURS, BlockHistory, Held, block_map
 from kvlab.cache import BlockPool
-from kvlab.serving import CostModelExecutor, Engine, Request, Scheduler, TokenRequest
+from kvlab.serving import CostModelExecutor, Engine, Plan, Request, Scheduler, TokenRequest
 from kvlab.timing import VirtualClock
 
 
@@ -23,11 +23,20 @@ class OneSecond:
         return 1.0
 
 
-def history_of(requests: list[tuple[float, Request]], n_blocks: int = 6, **options: object) -> BlockHistory:
+class Stepwise(CostModelExecutor):
+    """Takes no steps at once."""
+
+    def repeats(self, plan: Plan, seconds: float | None) -> int:
+        return 1
+
+
+def history_of(
+    requests: list[tuple[float, Request]], n_blocks: int = 6, executor: type[CostModelExecutor] = Stepwise
+) -> BlockHistory:
     """What a pool of blocks of 4 tokens went through."""
-    scheduler = Scheduler(BlockPool(n_blocks, 4), **options)  # type: ignore[arg-type]
+    scheduler = Scheduler(BlockPool(n_blocks, 4))
     history, clock = BlockHistory(scheduler), VirtualClock()
-    for _ in Engine(scheduler, CostModelExecutor(OneSecond(), clock), clock, [history]).run(requests):
+    for _ in Engine(scheduler, executor(OneSecond(), clock), clock, [history]).run(requests):
         pass
     return history
 
@@ -48,7 +57,7 @@ def test_a_block_is_held_then_free_and_then_another_s() -> None:
 
 
 def test_steps_that_were_taken_at_once_count_each() -> None:
-    history = history_of([(0.0, Request("A", 1, 20))], n_blocks=5)
+    history = history_of([(0.0, Request("A", 1, 20))], n_blocks=5, executor=CostModelExecutor)
     assert history.n_steps == 20
     assert sum(span.steps for span in history.spans()) == 5 * 20
 

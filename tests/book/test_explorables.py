@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from kvbook import browser
 
 import kvlab.book.calculators as calculators
-from kvlab.book.calculators import Asked, BlockMapExplorer
+from kvlab.book.calculators import Asked, BlockMapExplorer, Explorable, SchedulerPlayground, Timed
+from kvlab.book.calculators.base import bundle
 from kvlab.cache import BlockPool
 from kvlab.errors import ConfigError, RequestRefused
 from kvlab.serving import Policy, Scheduler, TokenRequest
@@ -144,6 +146,10 @@ def test_the_answer_tells_who_runs_and_what_is_shared() -> None:
         (lambda: BlockMapExplorer(blocks=1), "blocks"),
         (lambda: BlockMapExplorer(step=-1), "step"),
         (lambda: BlockMapExplorer(policy="fast"), "policy"),
+        (lambda: SchedulerPlayground([]), "0 requests"),
+        (lambda: SchedulerPlayground([Timed("A", 0, 1, 1)] * 2), "a name of its own"),
+        (lambda: SchedulerPlayground(policy="fast"), "policy"),
+        (lambda: SchedulerPlayground(budget=0), "budget"),
     ],
 )
 def test_bad_input_is_named(make: Any, said: str) -> None:
@@ -189,9 +195,84 @@ def test_requests_are_added_and_steps_are_taken(width: int, tmp_path: Path) -> N
     assert read == [str(end) for end in ends]
 
 
+# --- the playground -------------------------------------------------------------------------------------------------
+
+
+def random_playground(seed: int) -> SchedulerPlayground:
+    chance = random.Random(seed)
+    requests = [
+        Timed(chr(65 + index), chance.randint(0, 40) * 25, int(2 ** chance.uniform(0, 11)), chance.randint(1, 80))
+        for index in range(chance.randint(1, 7))
+    ]
+    return SchedulerPlayground(
+        requests,
+        policy=chance.choice([*Policy]).value,
+        budget=int(2 ** chance.uniform(0, 11)),
+        blocks=chance.choice([20, 60, 150, 400]),
+        step_us=chance.choice([0, 1000, 12_500]),
+        token_us=chance.choice([10, 125, 1000]),
+    )
+
+
+def test_a_smaller_budget_shortens_the_gaps_of_others_and_not_the_long_one_s_wait() -> None:
+    small, large = (str(SchedulerPlayground(budget=budget)) for budget in (64, 2048))
+    assert (
+        "C with the longest prompt has its first token after 568 ms; the longest gap in the answers of the others is "
+        "17.6 ms" in small
+    )
+    assert "after 313 ms; the longest gap in the answers of the others is 308 ms" in large
+    assert "C with the longest prompt can never fit" in str(SchedulerPlayground(blocks=16))
+
+
+@pytest.mark.browser
+def test_the_playground_says_what_the_engine_does(tmp_path: Path) -> None:
+    shown = [SchedulerPlayground(), *map(random_playground, range(40))]
+    every = "[...document.querySelectorAll('.kvc-answer')].map((node) => node.textContent)"
+    live = "document.querySelectorAll('.kvlab-calculator[data-live]').length"
+    read = clean(browser.drive(page_of(tmp_path, *shown), [["evaluate", live], ["evaluate", every]]))["read"]
+    assert read[0] == len(shown)
+    assert read[1] == [str(each) for each in shown]
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_changed_policy_gives_the_engine_s_answer(width: int, tmp_path: Path) -> None:
+    requests = [Timed("A", 0, 60, 90), Timed("B", 0, 100, 60), Timed("C", 250, 700, 20), Timed("D", 550, 80, 20)]
+    end = SchedulerPlayground(requests, policy="continuous", budget=64, blocks=70, step_us=4000, token_us=80)
+    steps = [
+        choose("Policy", "continuous"),
+        enter("Token budget of a step", 64),
+        enter("Prompt tokens of the longest", 700),
+        enter("It comes at, ms", 250),
+        enter("Blocks of 16 tokens", 70),
+        enter("A step takes, µs", 4000),
+        enter("And each token, µs", 80),
+        ["text", ".kvc-answer"],
+        ["text", ".kvc-warnings"],
+    ]
+    read = clean(browser.drive(page_of(tmp_path, SchedulerPlayground()), steps, width=width))["read"]
+    assert read[0] == str(end)
+    assert "a step must hold 719 tokens: the budget was raised" in read[1]
+
+
+# --- both -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [BlockMapExplorer, SchedulerPlayground])
+def test_an_output_needs_nothing_from_elsewhere(kind: type[Any]) -> None:
+    script = bundle(kind.kind)
+    assert not re.search(r"^\s*(import|export)\b", script, re.MULTILINE)
+    addresses = set(re.findall(r"https?://[^\s\"'`]+", kind()._repr_html_()))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+    names = re.findall(r"^(?:const|let|class|(?:async )?function) (\w+)", script, re.MULTILINE)
+    assert len(names) == len(set(names)), "two modules have a name in common"
+    assert kind().answer in kind()._repr_html_().replace("&#x27;", "'")
+
+
 @pytest.mark.browser
 def test_the_panels_are_accessible_and_fit_a_phone(tmp_path: Path) -> None:
-    for result in browser.look_at(page_of(tmp_path, BlockMapExplorer(), BlockMapExplorer()), ["index.html"]):
+    shown: list[Explorable] = [BlockMapExplorer(), SchedulerPlayground(), BlockMapExplorer(), SchedulerPlayground()]
+    for result in browser.look_at(page_of(tmp_path, *shown), ["index.html"]):
         for key in ("console", "outside", "missing", "dead", "twice", "axe"):
             assert result[key] == [], (result["view"], result["scheme"], key)
         assert result["overflow"] <= 0

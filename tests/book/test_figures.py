@@ -72,6 +72,14 @@ def test_timeline_draws_each_span_in_its_colour_and_the_wait_between() -> None:
     plt.close()
 
 
+def test_the_first_token_is_not_where_a_prompt_was_read_again() -> None:
+    _, axes = plt.subplots()
+    spans = [(0, 20, "prefill"), (20, 5, "prefill"), (25, 5, "decode"), (40, 8, "prefill"), (48, 5, "decode")]
+    timeline(axes, [Row("A", spans)])
+    assert list(axes.lines[0].get_xdata()) == [25]
+    plt.close()
+
+
 def test_timeline_refuses_an_unknown_kind() -> None:
     _, axes = plt.subplots()
     with pytest.raises(ValueError, match="'thinking'"):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         LatencyCalculator,
         MemoryCalculator,
         RooflineCalculator,
+        SchedulerPlayground,
     )
     from kvlab.book.claims import Claim, ClaimFailed, claim, judge
     from kvlab.book.colours import CACHE, DECODE, IDLE, INK, PREFILL
@@ -36,6 +37,7 @@ _HOME = {
     "LatencyCalculator": "calculators",
     "MemoryCalculator": "calculators",
     "RooflineCalculator": "calculators",
+    "SchedulerPlayground": "calculators",
     "Claim": "claims",
     "ClaimFailed": "claims",
     "claim": "claims",
@@ -77,6 +79,7 @@ __all__ = [
     "MemoryCalculator",
     "RooflineCalculator",
     "Row",
+    "SchedulerPlayground",
     "Span",
     "block_map",
     "claim",

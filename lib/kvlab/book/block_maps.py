@@ -40,7 +40,8 @@ class Held(NamedTuple):
 class BlockHistory:
     """A listener that notes, at the end of every step, which requests hold which block.
 
-    A request that ends in a step has given its blocks back by then: what it took in that very step is not seen.
+    A request that ends in a step has given its blocks back by then: what it took in that very step is not seen. Steps
+    that a simulator took at once all show what was held after the last of them.
 
     Args:
         scheduler: of the engine that is listened to.
@@ -100,12 +101,12 @@ def block_map(axes: Axes, history: BlockHistory, *, title: str = "") -> None:
     """
     colours = {request: REQUEST_COLOURS[index % len(REQUEST_COLOURS)] for index, request in enumerate(history.requests)}
     for span in history.spans():
-        place = {"y": span.block, "width": span.steps, "left": span.start, "height": 0.86}
-        if span.holders:
-            shared = {"hatch": "////", "edgecolor": "white"} if len(span.holders) > 1 else {}
-            axes.barh(**place, color=colours[span.holders[0]], linewidth=0, **shared)
-        elif span.left_by is not None:
-            axes.barh(**place, color=colours[span.left_by], alpha=0.22, linewidth=0)
+        owner = span.holders[0] if span.holders else span.left_by
+        if owner is not None:
+            [bar] = axes.barh(span.block, span.steps, 0.86, span.start, color=colours[owner], linewidth=0)
+            bar.set_alpha(None if span.holders else 0.22)
+            if len(span.holders) > 1:
+                bar.set(hatch="////", edgecolor="white")
     for step, request in history.preempted:
         axes.annotate(
             f"{request.id} out", (step, -0.5), (step, -1.5), color=INK, fontsize=8, ha="center", va="bottom",
@@ -114,7 +115,7 @@ def block_map(axes: Axes, history: BlockHistory, *, title: str = "") -> None:
     axes.set_title(title, pad=24 if history.preempted else None)
     axes.set(xlabel="step", ylabel="block", xlim=(0, max(history.n_steps, 1)))
     axes.set(ylim=(history.n_blocks - 0.4, -0.6))
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=False)
     _legend(axes, {str(request.id): colour for request, colour in colours.items()})
 
@@ -129,4 +130,5 @@ def _legend(axes: Axes, colours: dict[str, str]) -> None:
     handles.append(Patch(facecolor=INK, alpha=0.22, label="free, contents still there"))
     for old in list(axes.figure.legends):
         old.remove()
-    axes.figure.legend(handles=handles, ncols=min(len(handles), 6), loc="outside lower center")
+    columns = -(-len(handles) // -(-len(handles) // 7))
+    axes.figure.legend(handles=handles, ncols=columns, loc="outside lower center")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlab.book.colours import CACHE, DECODE, IDLE, INK, PREFILL
@@ -103,7 +104,9 @@ def _draw_row(axes: Axes, y: int, row: Row) -> None:
             raise ValueError(f"a span of kind {kind!r}; the kinds are {', '.join(_COLOURS)}")
         height = 0.3 if kind == "wait" else 0.62
         axes.barh(y, length, left=start, height=height, color=_COLOURS[kind], edgecolor="white", linewidth=0.6)
-    read = [start + length for start, length, kind in row.spans if kind == "prefill"]
+    # What is read after the first decode step is read again, after a preemption.
+    begun = takewhile(lambda span: span[2] != "decode", row.spans)
+    read = [start + length for start, length, kind in begun if kind == "prefill"]
     if read:
         axes.plot([max(read)], [y - 0.42], marker="v", color=INK, markersize=5, clip_on=False)
 

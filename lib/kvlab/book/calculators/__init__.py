@@ -4,7 +4,7 @@ Their arithmetic stands in ``cost.mjs`` and is tested to give what :mod:`kvlab.c
 """
 
 from kvlab.book.calculators.base import Calculator, Explorable
-from kvlab.book.calculators.explorables import Asked, BlockMapExplorer
+from kvlab.book.calculators.explorables import Asked, BlockMapExplorer, SchedulerPlayground, Timed
 from kvlab.book.calculators.kinds import (
     DecodeStepCalculator,
     KVCacheCalculator,
@@ -23,4 +23,6 @@ __all__ = [
     "LatencyCalculator",
     "MemoryCalculator",
     "RooflineCalculator",
+    "SchedulerPlayground",
+    "Timed",
 ]
