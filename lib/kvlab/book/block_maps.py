@@ -99,6 +99,8 @@ def block_map(axes: Axes, history: BlockHistory, *, title: str = "") -> None:
         history: of an engine that has taken its steps.
         title: what to see in the picture, as a sentence.
     """
+    from matplotlib.ticker import MaxNLocator
+
     colours = {request: REQUEST_COLOURS[index % len(REQUEST_COLOURS)] for index, request in enumerate(history.requests)}
     for span in history.spans():
         owner = span.holders[0] if span.holders else span.left_by

@@ -78,7 +78,7 @@ function mapDrawing(width, states, step, blocks, blockSize, words) {
     width, bottom + 22, words, ...bars, ...names,
     drawn("line", { x1: x(step + 1), x2: x(step + 1), y1: 0, y2: bottom, class: "kvc-now" }),
     text(left, bottom + 16, "steps", { class: "kvc-tick" }),
-    text(width - right + 10, bottom + 16, "now, holders", { class: "kvc-tick" }),
+    text(width, bottom + 16, "now, holders", { class: "kvc-tick", "text-anchor": "end" }),
   );
 }
 
@@ -86,7 +86,7 @@ function blockBar({ holders, leftBy }, block, x, width, height) {
   const who = holders[block].length ? holders[block] : leftBy[block] ? [leftBy[block]] : [];
   const pale = holders[block].length ? "" : " kvc-pale";
   const slice = (height - 1) / who.length;
-  return who.map((id, at) => drawn("rect", { x, y: block * height + at * slice, width, height: slice, class: `kvc-${hue(id)}${pale}${who.length > 1 ? " kvc-split" : ""}` }));
+  return who.map((id, at) => drawn("rect", { x, y: block * height + at * slice, width, height: slice, class: `kvc-${hue(id)}${pale}` }));
 }
 
 function nowCell({ holders, filled }, block, x, height, blockSize) {
