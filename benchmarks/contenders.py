@@ -19,7 +19,7 @@ from torch import Tensor
 import kvlab
 from kvlab.cache import BlockPool, ContiguousCache, KVCache, make_cache
 from kvlab.errors import DeviceError
-from kvlab.generation import CompiledDecode, decode, package, prefill
+from kvlab.generation import CompiledDecode, decode, paged_package, prefill
 from kvlab.kernels import built
 from kvlab.measure import Case, calibrate, profile
 from kvlab.model import GPT
@@ -210,7 +210,7 @@ def serve(job: Figures, clock: Clock) -> Figures:
     case, dice = job["case"], torch.Generator().manual_seed(0)
     model = row_aware(kvlab.load(job["model"], device="cpu", **job["load"]).model)
     prompts = torch.randint(job["vocab"], (case["batch"], case["prompt"]), generator=dice).tolist()
-    buckets = [rows for rows in (1, case["batch"]) if package(model, rows, 16).exists()]
+    buckets = [rows for rows in (1, case["batch"]) if paged_package(model, rows).exists()]
 
     def seconds(at_once: int, new: int) -> float:
         pool = BlockPool(case["batch"] * (case["prompt"] + case["new"]) // 16 + 2 * case["batch"], 16)

@@ -49,7 +49,16 @@ class CacheFull(KvlabError):
 
 
 class RequestRefused(KvlabError):
-    """An engine cannot serve a request as asked, or not now; it was not queued."""
+    """An engine cannot serve a request as asked, or not now; it was not queued.
+
+    Args:
+        id: of the request.
+        reason: why, and what to do.
+    """
+
+    def __init__(self, id: object, reason: str) -> None:
+        super().__init__(f"request {id!r} is refused: {reason}")
+        self.reason = reason
 
 
 class CannotCrop(KvlabError):

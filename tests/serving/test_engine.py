@@ -147,7 +147,7 @@ def test_who_arrives_during_a_step_joins_after_it_and_idle_time_is_waited_for() 
     records = list(engine.run(coming))
     assert [(record.start, record.end) for record in records] == [(0, 3), (3, 6), (100, 102)]
     assert [sorted(request.id for request in record.fed) for record in records] == [["a"], ["a", "b"], ["c"]]
-    assert notes(engine).times("queued") == [0, 3, 100]
+    assert notes(engine).times("queued") == [0, 1, 100]
 
 
 def test_arrivals_are_in_seconds_from_when_the_run_begins() -> None:
@@ -616,7 +616,7 @@ def test_answers_end_at_stop_ids(toy: GPT) -> None:
 @pytest.mark.parametrize(
     ("request_of", "message"),
     [
-        (lambda: Request("a", 3, 3), "request 'a' has no tokens; a model answers a TokenRequest"),
+        (lambda: Request("a", 3, 3), "request 'a' is refused: it has no tokens; a model answers"),
         (lambda: TokenRequest.of("a", [1] * 60, 6), "60 prompt tokens and up to 6 new ones are more than the context"),
         (lambda: TokenRequest.of("a", [1, 61, -1], 3), r"token ids \[61, -1\] are not below 61"),
         (lambda: TokenRequest.of("a", [], 3), "0 prompt tokens"),

@@ -124,7 +124,8 @@ def _workload(name: str, burstiness: float | None) -> Workload:
 def _run(
     replica: Replica, workload: Workload, pools: tuple[int, int, float] | None, replicas: int, asked: dict[str, Any]
 ) -> Summary:
-    from kvlab.serving.simulate import simulate, simulate_disaggregated
+    from kvlab.serving.disaggregated import simulate_disaggregated
+    from kvlab.serving.simulate import simulate
 
     if pools is None:
         return simulate(replica, workload, replicas=replicas, **asked)

@@ -1,7 +1,8 @@
 """Generation: prefill, decode, sampling, speculation, and text as it arrives."""
 
 from kvlab.generation.beam import Beam, beam_search
-from kvlab.generation.compiled import CompiledDecode, CompiledPagedStep, compile_paged_step, compile_step, package
+from kvlab.generation.compiled import CompiledDecode, compile_step, package
+from kvlab.generation.compiled_paged import CompiledPagedStep, compile_paged_step, paged_package
 from kvlab.generation.fixed import FixedDecode
 from kvlab.generation.generate import Generation, Timing, TokenStep, decode, generate, prefill
 from kvlab.generation.sampling import Sampler, Sampling, probabilities
@@ -40,6 +41,7 @@ __all__ = [
     "decode",
     "generate",
     "package",
+    "paged_package",
     "prefill",
     "probabilities",
     "speculate",

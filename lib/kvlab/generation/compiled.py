@@ -8,40 +8,20 @@ twice. The number of keys is a size of an input, rounded up to a bucket: one pac
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from kvlab.cache import (
-    BlockStorage,
-    BlockView,
-    ContiguousCache,
-    NoCache,
-    RaggedBatch,
-    Step,
-    View,
-    Visibility,
-    ragged,
-    visible,
-)
+from kvlab.cache import ContiguousCache, NoCache, Step, View, Visibility, visible
 from kvlab.cache.contiguous import ContiguousStep, write
-from kvlab.cache.ragged import RaggedStep, padded_tables
-from kvlab.config import ModelConfig
 from kvlab.devices import dtype_name
-from kvlab.errors import CacheFull, ConfigError, DeviceError, PromptError, one_line
-from kvlab.kernels import built, direct_calls, enabled, instruction_set, library
-from kvlab.model import GPT, attention, gpt, layers, rope
-from kvlab.quantize import RowAwareLinear, linears
-from kvlab.quantize import layers as quantized_layers
-from kvlab.store import cache_folder, publish, staging
+from kvlab.errors import CacheFull, ConfigError, DeviceError, PromptError
+from kvlab.generation.packages import empty_layers, load_package, make_package, package_of, require_cpu
+from kvlab.model import GPT
 
 #: Attention reads whole buckets of keys, the last one partly empty and hidden by the mask.
 BUCKET = 128
@@ -63,7 +43,7 @@ class CompiledDecode:
         if not path.exists():
             raise DeviceError(f"no step of {rows} row(s) is compiled for {model.config.name}; run: kvlab compile")
         self.rows, self._config, self._dtype = rows, model.config, model.dtype
-        self._loader = _load(path, _Step(model, rows))
+        self._loader = load_package(path, _Step(model, rows))
         self._storage, self._held = torch.empty(0), list[Tensor]()
 
     def __call__(self, tokens: Int[Tensor, "batch"], cache: ContiguousCache) -> Float[Tensor, "batch vocab_size"]:
@@ -109,60 +89,6 @@ class CompiledDecode:
             )
 
 
-class CompiledPagedStep:
-    """A compiled step of single tokens of many requests, with the weights of one model.
-
-    Args:
-        model: the decoder; its weights are used where they are.
-        rows: requests of a step; fewer are filled up.
-        storage: the blocks.
-
-    Raises:
-        DeviceError: there is no package for this model, number of rows and block size; ``kvlab compile`` makes one.
-    """
-
-    def __init__(self, model: GPT, rows: int, storage: BlockStorage) -> None:
-        path = package(model, rows, storage.block_size)
-        if not path.exists():
-            raise DeviceError(
-                f"no step of {rows} request(s) over blocks of {storage.block_size} tokens is compiled for "
-                f"{model.config.name}; run: kvlab compile --serving"
-            )
-        self.rows = rows
-        self._loader = _load(path, _PagedStep(model, rows, storage.block_size))
-        self._nowhere = storage.beyond
-        layers_ = range(model.config.n_layer)
-        self._held = [storage.slots[side, layer] for layer in layers_ for side in (0, 1)]
-
-    def __call__(self, tokens: Sequence[int], batch: RaggedBatch) -> Float[Tensor, "requests vocab_size"]:
-        """Feed each request its newest token and get the logits of the next one.
-
-        Args:
-            tokens: one id a request.
-            batch: as many spans of a single token, over the storage that the step was made for.
-
-        Raises:
-            ConfigError: a span has another number of tokens, or there are more than the step has rows.
-        """
-        spans = batch.spans
-        if len(spans) > self.rows or any(span.new != 1 for span in spans):
-            raise ConfigError(f"the step feeds one token of up to {self.rows} requests, not {[s.new for s in spans]}")
-        empty, size = [0] * (self.rows - len(spans)), batch.storage.block_size
-        slots = [span.table[span.seen // size] * size + span.seen % size for span in spans]
-        # A row without a request writes where nobody reads, and sees no key. Two columns at least, for the graph.
-        tables = padded_tables([*(span.table for span in spans), *[(0, 0)] * (len(empty) + 1)])[: self.rows]
-        inputs = [
-            torch.tensor([[*tokens, *empty]]),
-            torch.tensor([[*(span.seen for span in spans), *empty]]),
-            torch.tensor([*slots, *[self._nowhere] * len(empty)]),
-            tables,
-            torch.tensor([*(span.end for span in spans), *empty]),
-        ]
-        with torch.inference_mode():
-            (logits,) = self._loader.boxed_run([*inputs, *self._held])
-        return logits[: len(spans)]
-
-
 def compile_step(model: GPT, rows: int = 1) -> Path:
     """Compile the decode step of a model, unless that has been done; half a minute to a minute for 30 layers.
 
@@ -176,113 +102,26 @@ def compile_step(model: GPT, rows: int = 1) -> Path:
     Raises:
         DeviceError: the model is elsewhere, or there is no compiler.
     """
-    _require_cpu(model)
+    require_cpu(model)
     target = package(model, rows)
     if target.exists():
         return target
     config = model.config
-    held = _empty(config, model.dtype, (rows, config.n_kv_head, 2 * BUCKET, config.head_dim))
+    held = empty_layers(model, rows, config.n_kv_head, 2 * BUCKET, config.head_dim)
     length, slots = torch.export.Dim("max_len", min=2), torch.export.Dim("slots", min=2)
     args = (torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, 1, dtype=torch.long), torch.arange(BUCKET), held)
     dynamic = (None, None, {0: slots}, [{2: length}] * len(held))
-    return _compile(_Step(model, rows), args, dynamic, target)
+    return make_package(_Step(model, rows), args, dynamic, target)
 
 
-def compile_paged_step(model: GPT, rows: int, block_size: int = 16) -> Path:
-    """Compile a step of single tokens of many requests, over the blocks of a pool, unless that has been done.
-
-    Args:
-        model: the decoder, on a CPU.
-        rows: tokens of the step, one a request.
-        block_size: tokens of a block.
-
-    Returns:
-        The package.
-
-    Raises:
-        DeviceError: the model is elsewhere, the kernels are not loaded, or there is no compiler.
-    """
-    _require_cpu(model)
-    if not enabled():
-        raise DeviceError("a step over blocks needs the kernels; build them first with: kvlab compile")
-    target = package(model, rows, block_size)
-    if target.exists():
-        return target
-    config = model.config
-    held = _empty(config, model.dtype, (config.n_kv_head, 4 * block_size, config.head_dim))
-    pool, blocks = torch.export.Dim("slots", min=2), torch.export.Dim("blocks", min=2)
-    # Five tensors: the exporter takes two arguments that are one tensor for one input.
-    args = (*(torch.zeros(shape, dtype=torch.long) for shape in ((1, rows), (1, rows), rows, (rows, 2), rows)), held)
-    dynamic = (None, None, None, {1: blocks}, None, [{1: pool}] * len(held))
-    return _compile(_PagedStep(model, rows, block_size), args, dynamic, target)
-
-
-def _require_cpu(model: GPT) -> None:
-    if model.device.type != "cpu":
-        raise DeviceError(f"the model is on {model.device}; packages are for a CPU, a GPU records CUDA graphs")
-
-
-def _empty(config: ModelConfig, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
-    """Keys and values of each layer in turn."""
-    return [torch.zeros(shape, dtype=dtype) for _ in range(2 * config.n_layer)]
-
-
-def _compile(step: _Step | _PagedStep, args: tuple[Any, ...], dynamic: tuple[Any, ...], target: Path) -> Path:
-    """Write a step down for arguments of these shapes, compile it, and put the package into its place."""
-    configs = {
-        "aot_inductor.package_constants_in_so": False,
-        "aot_inductor.custom_ops_to_c_shims": direct_calls(),
-    }
-    with staging(target) as work, torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about itself
-        made = work / target.name
-        try:
-            exported = torch.export.export(step, args, dynamic_shapes=dynamic)
-            torch._inductor.aoti_compile_and_package(exported, package_path=str(made), inductor_configs=configs)
-        except Exception as failure:  # the compiler's own, of many kinds
-            raise DeviceError(
-                f"the step of {step.model.config.name} cannot be compiled here: {one_line(failure)[:300]}"
-            ) from failure
-        return publish(made, target)
-
-
-def _load(path: Path, step: _Step | _PagedStep) -> torch._C._aoti.AOTIModelPackageLoader:
-    """A package with the weights of a model, used where they are."""
-    # The loader itself: the wrapper around it imports the compiler (a second) and parses its call at every step.
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-    state: dict[str, Tensor] = {**dict(step.named_parameters(remove_duplicate=False))}
-    state |= dict(step.named_buffers(remove_duplicate=False))
-    weights = {name: state[name].data for name in loader.get_constant_fqns()}
-    loader.load_constants(weights, False, True, True)
-    return loader
-
-
-def package(model: GPT, rows: int, block_size: int | None = None) -> Path:
-    """Where the compiled step is, or will be: one for each shape, formats, rows, instruction set, torch and source.
+def package(model: GPT, rows: int) -> Path:
+    """Where the compiled step is, or will be.
 
     Args:
         model: the decoder.
         rows: of the batch.
-        block_size: of a step over blocks; None for one over a contiguous cache.
     """
-    layers_ = [f"{name} {_route(layer, rows, model.dtype)}" for name, layer in linears(model)]
-    layers_ += [f"{name} {held.dtype} {tuple(held.shape)}" for name, held in model.state_dict().items()]
-    sources = [inspect.getsource(module) for module in (gpt, layers, attention, rope, ragged, quantized_layers)]
-    sources.append(Path(__file__).read_text("utf8"))
-    kernels = library().stem if built() else "torch"
-    shape = repr(replace(model.config, name=""))
-    key = [shape, *layers_, dtype_name(model.dtype), f"{rows} {block_size}", torch.__version__, instruction_set()]
-    key.append(kernels)
-    digest = hashlib.sha256("\n".join(key + sources).encode()).hexdigest()[:24]
-    name = f"{model.config.name.replace('/', '-')}-{rows}{'' if block_size is None else '-paged'}"
-    return cache_folder() / "steps" / f"{name}-{digest}.pt2"
-
-
-def _route(layer: nn.Module, rows: int, dtype: torch.dtype) -> str:
-    """Format of a layer and the product that it takes: another product is another graph."""
-    if not isinstance(layer, RowAwareLinear):
-        return "plain"
-    return f"{layer.format} {layer.route(rows, dtype)}"
+    return package_of(model, rows, "", Path(__file__))
 
 
 class _Step(nn.Module):
@@ -342,69 +181,3 @@ class _Held(NoCache):
         """Write into the slots."""
         assert isinstance(step, ContiguousStep)
         return write(self._held[2 * layer], k, step), write(self._held[2 * layer + 1], v, step)
-
-
-class _PagedStep(nn.Module):
-    """A step over blocks as a function of tensors.
-
-    Args:
-        model: the decoder.
-        rows: tokens, one a request.
-        block_size: tokens of a block.
-    """
-
-    def __init__(self, model: GPT, rows: int, block_size: int) -> None:
-        super().__init__()
-        self.model, self.rows, self.block_size = model, rows, block_size
-
-    def forward(
-        self,
-        tokens: Int[Tensor, "1 rows"],
-        positions: Int[Tensor, "1 rows"],
-        slots: Int[Tensor, "rows"],
-        tables: Int[Tensor, "rows blocks"],
-        lengths: Int[Tensor, "rows"],
-        held: Sequence[Float[Tensor, "n_kv_head slots head_dim"]],
-    ) -> Float[Tensor, "rows vocab_size"]:
-        """Logits of the next tokens; keys and values are written into ``held``."""
-        config, each = self.model.config, torch.arange(self.rows)
-        step = RaggedStep(
-            positions=positions,
-            n_new=(self.rows,),
-            views={window: self._view(window, each, tables, lengths) for window in set(config.windows)},
-            windows=config.windows,
-            slots=slots,
-            wanted=each,
-        )
-        return self.model.run(tokens, _HeldBlocks(self.model, held), step, last_only=False)[0]
-
-    def _view(self, window: int | None, each: Tensor, tables: Tensor, lengths: Tensor) -> BlockView:
-        return BlockView(
-            block_size=self.block_size, window=window, beyond=0, few=each, tables=tables, rows=each, lengths=lengths,
-            many=(),
-        )  # fmt: skip
-
-
-class _HeldBlocks(NoCache):
-    """Blocks that were handed in.
-
-    Args:
-        model: the decoder.
-        held: keys and values of each layer in turn.
-    """
-
-    def __init__(self, model: GPT, held: Sequence[Tensor]) -> None:
-        super().__init__(model.config, 1, model.dtype)
-        self._held = held
-
-    def append(
-        self,
-        layer: int,
-        k: Float[Tensor, "1 n_kv_head time head_dim"],
-        v: Float[Tensor, "1 n_kv_head time head_dim"],
-        step: Step,
-    ) -> tuple[Float[Tensor, "1 n_kv_head slots head_dim"], Float[Tensor, "1 n_kv_head slots head_dim"]]:
-        """Write into the slots, and return all of them."""
-        assert isinstance(step, RaggedStep)
-        keys, values = self._held[2 * layer : 2 * layer + 2]
-        return keys.index_copy_(1, step.slots, k[0])[None], values.index_copy_(1, step.slots, v[0])[None]

@@ -47,12 +47,12 @@ def calibrate_steps(
     made = executor(pool)
     longest = made.model.config.max_seq_len
     prompts = [tokens for tokens in PROMPTS if tokens <= longest]
-    past = min(_LONG, longest // 2)
     if len(prompts) < 2:
         raise MeasureError(
             f"{made.model.config.name} has a context of {longest} tokens; steps need {PROMPTS[1]} or more"
         )
-    chunk = prompts[len(prompts) // 2]
+    chunk = prompts[(len(prompts) - 1) // 2]
+    past = min(_LONG, longest - chunk)
     plans = {("decode", count, held): _plan((1, held, count)) for count in DECODES for held in (_BLOCK, past - 1)}
     plans |= {("prompt", tokens, 0): _plan((tokens, 0, 1)) for tokens in prompts}
     plans["prompt", chunk, past] = _plan((chunk, past, 1))

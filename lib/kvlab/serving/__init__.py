@@ -1,12 +1,14 @@
 """Many users, one machine: an engine whose scheduler serves a model and a cost model alike."""
 
+from kvlab.serving.disaggregated import Handover, simulate_disaggregated
 from kvlab.serving.engine import Engine, Event, EventKind, Listener, StepRecord
 from kvlab.serving.executor import CostModelExecutor, Executor, ModelExecutor, StepSeconds
 from kvlab.serving.log import EventLog, Histogram, Lifetime, Lifetimes, Served, Summary
 from kvlab.serving.metrics import Metrics
+from kvlab.serving.plan import Order, Plan, Policy
 from kvlab.serving.request import FinishReason, Request, TokenRequest
-from kvlab.serving.scheduler import Order, Plan, Policy, Scheduler
-from kvlab.serving.simulate import Handover, Replica, SimulatedRequest, simulate, simulate_disaggregated
+from kvlab.serving.scheduler import Scheduler
+from kvlab.serving.simulate import Replica, SimulatedRequest, simulate
 from kvlab.serving.workload import Arrival, Lengths, Workload, arrivals, workload
 
 __all__ = [

@@ -10,8 +10,9 @@ from typing import Literal, Protocol
 from kvlab.errors import ConfigError, RequestRefused, one_line
 from kvlab.generation import Sampling
 from kvlab.serving.executor import Executor
+from kvlab.serving.plan import Plan
 from kvlab.serving.request import Request, TokenRequest
-from kvlab.serving.scheduler import Plan, Scheduler
+from kvlab.serving.scheduler import Scheduler
 from kvlab.timing import Clock
 
 EventKind = Literal["queued", "refused", "scheduled", "preempted", "first_token", "finished"]
@@ -102,11 +103,12 @@ class Engine:
     #: Blocks that were to be copied in a step that never ended, because somebody pressed Ctrl-C.
     _uncopied: list[tuple[int, int]] = field(init=False, default_factory=list)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, came: float | None = None) -> None:
         """Queue a request.
 
         Args:
-            request: a new one.
+            request: a new one; if it is refused, its ``error`` says why.
+            came: when its user sent it, where that was before now: whoever came during a step has waited since then.
 
         Raises:
             RequestRefused: it can never be served as asked, the queue is full, or the executor answers no such request.
@@ -115,10 +117,11 @@ class Engine:
         try:
             self.executor.require(request)
             self.scheduler.add(request)
-        except RequestRefused:
-            self._tell("refused", request)
+        except RequestRefused as refusal:
+            request.error = refusal.reason
+            self._tell("refused", request, came)
             raise
-        self._tell("queued", request)
+        self._tell("queued", request, came)
 
     def abort(self, id: Hashable) -> None:
         """End a request now, wherever it stands; what it holds is free.
@@ -206,7 +209,7 @@ class Engine:
         while arrival is not None or self.scheduler.unfinished:
             while arrival is not None and arrival[0] <= self.clock.now():
                 with suppress(RequestRefused):  # the listeners know
-                    self.add_request(arrival[1])
+                    self.add_request(arrival[1], arrival[0])
                 arrival = next(coming, None)
             record = self.step(None if arrival is None else arrival[0])
             if record is not None:

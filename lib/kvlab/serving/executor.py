@@ -16,8 +16,8 @@ from kvlab.errors import RequestRefused
 from kvlab.generation import CompiledPagedStep, Draft, Drafter, Sampling, accept, probabilities
 from kvlab.generation.sampling import most_likely, stream_of
 from kvlab.model import GPT
+from kvlab.serving.plan import Plan
 from kvlab.serving.request import Request, TokenRequest
-from kvlab.serving.scheduler import Plan
 from kvlab.timing import VirtualClock
 
 
@@ -151,17 +151,16 @@ class ModelExecutor:
             RequestRefused: a token is unknown, the context is too short, or the request has no tokens at all.
         """
         if not isinstance(request, TokenRequest):
-            raise RequestRefused(f"request {request.id!r} has no tokens; a model answers a TokenRequest")
+            raise RequestRefused(request.id, "it has no tokens; a model answers a TokenRequest")
         config = self.model.config
         if request.longest > config.max_seq_len:
             raise RequestRefused(
-                f"request {request.id!r} is refused: {request.prompt_tokens} prompt tokens and up to "
-                f"{request.max_new_tokens} new ones are more than the context of {config.name}, {config.max_seq_len}"
+                request.id,
+                f"{request.prompt_tokens} prompt tokens and up to {request.max_new_tokens} new ones are more than the "
+                f"context of {config.name}, {config.max_seq_len}",
             )
         if unknown := [token for token in request.tokens if not 0 <= token < self.n_vocab]:
-            raise RequestRefused(
-                f"request {request.id!r} is refused: token ids {unknown[:3]} are not below {self.n_vocab}"
-            )
+            raise RequestRefused(request.id, f"token ids {unknown[:3]} are not below {self.n_vocab}")
 
     def repeats(self, plan: Plan, seconds: float | None) -> int:
         """One: what comes next depends on what was said."""
