@@ -45,7 +45,7 @@ class StepRecord:
         emitted: tokens that each request emitted, in all of the steps together.
         waiting: requests that waited at the end.
         running: requests that ran at the end.
-        kv_usage: part of the pool that is held at the end, 0 to 1.
+        kv_usage: part of the pool that is held at the end, 0 to 1; steps in a row take all their blocks at once.
         repeats: how many steps.
         failure: why the step failed when it was taken as a whole, and was then taken request by request; else empty.
     """

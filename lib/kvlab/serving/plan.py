@@ -12,7 +12,8 @@ from kvlab.serving.request import Request
 class Policy(StrEnum):
     """How a step is filled."""
 
-    #: A batch is formed, with memory for its longest possible answers, and nobody joins before its last one leaves.
+    #: A batch is formed, with memory for its longest possible answers, and nobody joins before its last one leaves. Its
+    #: prompts are read in one step, so they share one token budget.
     STATIC = "static"
     #: Whole prompts as soon as there is room, in steps of their own; all others wait meanwhile.
     CONTINUOUS = "continuous"

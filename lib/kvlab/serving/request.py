@@ -18,6 +18,9 @@ class Request:
     There is no prefill or decode phase: ``num_tokens`` is what there is, ``num_computed_tokens`` what has been fed, and
     whatever lies between is work. A prompt is a lot of it; a request that decodes always has one token left.
 
+    This one is only numbers: it does not say what its tokens are, so it finds no prefix in the cache, not even its own
+    after a preemption. :class:`TokenRequest` and :class:`~kvlab.serving.SimulatedRequest` do.
+
     Args:
         id: of the request.
         prompt_tokens: of the prompt.
