@@ -78,7 +78,7 @@ def test_a_seed_repeats_an_answer_and_standard_input_is_a_prompt() -> None:
         (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens is 0"),
         (["--prompt", "x", "--weights", "int3"], "weights is 'int3'; it may be stored, int8, int4"),
         (["--prompt", "x", "--weights", "stored"], "tiny has no codes of its own"),
-        (["--prompt", "x", "--kv", "int2"], "no cache is called 'int2'; kvlab has contiguous, int8, int4"),
+        (["--prompt", "x", "--kv", "int2"], "no cache is called 'int2'; kvlab has contiguous, paged, int8, int4"),
     ],
 )
 def test_bad_input_ends_in_one_clear_line_and_exit_code_2(words: list[str], message: str) -> None:
