@@ -52,14 +52,18 @@ def test_another_source_and_other_flags_are_another_library(
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "instruction_set", lambda: "x86_64-AVX9")
         names.add(kernels.library())
-    for number in range(len(compiler.SOURCES)):
-        with monkeypatch.context() as patch:
-            sources = list(compiler.SOURCES)
-            sources[number] = changed(sources[number], tmp_path)
-            patch.setattr(compiler, "SOURCES", tuple(sources))
-            names.add(kernels.library())
-    assert len(names) == 5
+    for kind in ("SOURCES", "HEADERS"):
+        for number, source in enumerate(files := getattr(compiler, kind)):
+            with monkeypatch.context() as patch:
+                patch.setattr(compiler, kind, (*files[:number], changed(source, tmp_path), *files[number + 1 :]))
+                names.add(kernels.library())
+    assert len(names) == 7
     assert kernels.library() in names
+
+
+def test_every_source_and_header_in_the_folder_counts() -> None:
+    folder = compiler.SOURCE.parent
+    assert {*compiler.SOURCES, *compiler.HEADERS} == {*folder.glob("*.cpp"), *folder.glob("*.h")}
 
 
 def test_without_a_compiler_the_message_says_how_to_get_one(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

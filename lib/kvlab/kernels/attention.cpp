@@ -20,15 +20,13 @@
 #include <limits>
 #include <utility>
 #include <vector>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
 
-#define UNROLL _Pragma("GCC unroll 8")  // arrays of vectors stay in registers only then
+#include "vectors.h"
 
 namespace {
 
 using at::BFloat16, at::Half, at::Tensor;
+using vectors::Ints, vectors::LANES, vectors::load, vectors::Shorts, vectors::sum, vectors::Vec, vectors::widen;
 
 constexpr int64_t PIECE = 256;  // keys: with their values they stay in the second cache while the heads pass over them
 constexpr int KEYS = 4;         // keys that are multiplied together, so that queries are loaded less often
@@ -38,47 +36,7 @@ constexpr int HALF = 8;         // head_dim is a multiple of it: a vector of 16 
 constexpr int64_t SMALL = 1 << 17;  // products of keys and queries that are not worth a second thread
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
-// ---- Vectors: as wide as the registers; numbers of all kinds become float32 on the way in ---------------------------
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX2__) && defined(__F16C__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
-
-typedef float Vec __attribute__((vector_size(LANES * 4)));
-typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Shorts __attribute__((vector_size(LANES * 2)));
-
-template <class V> inline V load(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
-inline Vec widen(const float* p) { return load<Vec>(p); }
-// bfloat16 is the upper half of a float32.
-#if defined(__AVX512F__)
-inline Vec widen(const BFloat16* p) {  // one instruction, where GCC 12 makes five of __builtin_convertvector
-  return (Vec)((Ints)_mm512_cvtepu16_epi32(load<__m256i>(p)) << 16);
-}
-inline Vec widen(const Half* p) { return (Vec)_mm512_cvtph_ps(load<__m256i>(p)); }
-inline float sum(Vec v) { return _mm512_reduce_add_ps((__m512)v); }
-#else
-inline Vec widen(const BFloat16* p) { return (Vec)(__builtin_convertvector(load<Shorts>(p), Ints) << 16); }
-#if defined(__AVX2__) && defined(__F16C__)
-inline Vec widen(const Half* p) { return (Vec)_mm256_cvtph_ps(load<__m128i>(p)); }
-#else
-inline Vec widen(const Half* p) { return Vec{p[0], p[1], p[2], p[3]}; }
-#endif
-inline float sum(Vec v) {
-  float total = 0;
-  for (int i = 0; i < LANES; i++) total += v[i];
-  return total;
-}
-#endif
-
+// ---- Vectors --------------------------------------------------------------------------------------------------------
 #if defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else

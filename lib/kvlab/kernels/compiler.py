@@ -17,7 +17,7 @@ from kvlab.store import cache_folder, publish, staging
 
 SOURCE = Path(__file__).with_name("linear.cpp")
 SOURCES = (SOURCE, SOURCE.with_name("attention.cpp"))
-HEADER = SOURCE.with_name("tiles.h")
+HEADERS = (SOURCE.with_name("tiles.h"), SOURCE.with_name("vectors.h"))
 
 #: Not -ffast-math: it would stop the whole process from having subnormal numbers. Sums are split by hand instead.
 FLAGS = (
@@ -33,7 +33,7 @@ def instruction_set() -> str:
 
 def library() -> Path:
     """Where the compiled library is, or will be: one for each state of the sources, torch, instruction set, flags."""
-    sources = [path.read_text("utf8") for path in (*SOURCES, HEADER)]
+    sources = [path.read_text("utf8") for path in (*SOURCES, *HEADERS)]
     key = "\n".join((*sources, torch.__version__, instruction_set(), _processor(), *FLAGS))
     return cache_folder() / "kernels" / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 

@@ -23,63 +23,29 @@
 #include <vector>
 
 #include "tiles.h"
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-// Arrays of vectors stay in registers only if the loops over them are unrolled early; with 4 bits 6.7 ms become 4.4.
-#define UNROLL _Pragma("GCC unroll 8")
+#include "vectors.h"
 
 namespace {
 
 using at::BFloat16, at::Half, at::Tensor;
+using vectors::Ints, vectors::LANES, vectors::load, vectors::sum, vectors::Vec, vectors::widen;
 
-// ---- Vectors: as wide as the registers; numbers of all kinds become float32 on the way in ---------------------------
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX2__) && defined(__F16C__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
+// ---- Vectors of codes and of whole tensors --------------------------------------------------------------------------
 constexpr int BLOCK = 32;  // weights that are decoded together; rows and groups are whole blocks
 constexpr int PARTS = BLOCK / LANES;
 
-typedef float Vec __attribute__((vector_size(LANES * 4)));
-typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Shorts __attribute__((vector_size(LANES * 2)));
-
-template <class V> inline V load(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
-inline Vec widen(const float* p) { return load<Vec>(p); }
-inline Vec widen(const BFloat16* p) {  // bfloat16 is the upper half of a float32
-  return (Vec)(__builtin_convertvector(load<Shorts>(p), Ints) << 16);
-}
 #if defined(__AVX512F__)
-inline Vec widen(const Half* p) { return (Vec)_mm512_cvtph_ps(load<__m256i>(p)); }
 inline Ints widen(const uint8_t* p) { return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(p)); }
-inline float sum(Vec v) { return _mm512_reduce_add_ps((__m512)v); }
 inline Vec low_nibble(Ints v) {  // looked up: the instruction reads four bits of each lane and does not need a mask
   const Vec table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return (Vec)_mm512_permutexvar_ps((__m512i)v, (__m512)table);
 }
 #else
 #if defined(__AVX2__) && defined(__F16C__)
-inline Vec widen(const Half* p) { return (Vec)_mm256_cvtph_ps(load<__m128i>(p)); }
 inline Ints widen(const uint8_t* p) { return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 #else
-inline Vec widen(const Half* p) { return Vec{p[0], p[1], p[2], p[3]}; }
 inline Ints widen(const uint8_t* p) { return Ints{p[0], p[1], p[2], p[3]}; }
 #endif
-inline float sum(Vec v) {
-  float total = 0;
-  for (int i = 0; i < LANES; i++) total += v[i];
-  return total;
-}
 inline Vec low_nibble(Ints v) { return __builtin_convertvector(v & 15, Vec); }
 #endif
 
