@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from kvbook import browser
 
 from kvlab.book.calculators import Explorable
 
@@ -39,3 +42,13 @@ def clean(seen: dict[str, Any]) -> dict[str, Any]:
     """What was read, on a page that complained about nothing."""
     assert seen["console"] == seen["outside"] == seen["missing"] == []
     return seen
+
+
+def answers_of(folder: Path, shown: Sequence[Explorable]) -> list[str]:
+    """What panels answer in a browser, where each of them has come alive."""
+    live = "document.querySelectorAll('.kvlab-calculator[data-live]').length"
+    every = "[...document.querySelectorAll('.kvc-answer')].map((node) => node.textContent)"
+    seen = clean(browser.drive(page_of(folder, *shown), [["evaluate", live], ["evaluate", every]]))
+    alive, answers = seen["read"]
+    assert alive == len(shown)
+    return answers
