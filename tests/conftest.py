@@ -10,7 +10,7 @@ from jaxtyping import install_import_hook
 
 # Before anything imports the library: the hook decorates modules as they are loaded.
 for _module in (
-    "kvlab.packing", "kvlab.kernels", "kvlab.cache", "kvlab.model", "kvlab.quantize", "kvlab.generation",
+    "kvlab.packing", "kvlab.kernels", "kvlab.rope", "kvlab.cache", "kvlab.model", "kvlab.quantize", "kvlab.generation",
     "kvlab.weights", "kvlab.evaluate",
 ):  # fmt: skip
     install_import_hook(_module, "beartype.beartype")

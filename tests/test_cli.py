@@ -79,6 +79,11 @@ def test_a_seed_repeats_an_answer_and_standard_input_is_a_prompt() -> None:
         (["--prompt", "x", "--weights", "int3"], "weights is 'int3'; it may be stored, int8, int4"),
         (["--prompt", "x", "--weights", "stored"], "tiny has no codes of its own"),
         (["--prompt", "x", "--kv", "int2"], "no cache is called 'int2'; kvlab has contiguous, paged, int8, int4"),
+        (["--prompt", "x", "--cache", "streaming:4"], "give sinks + window, as in streaming:4+252"),
+        (["--prompt", "x", "--cache", "streaming:4+510"], "514 tokens, more than the context of tiny, 512"),
+        (["--prompt", "x", "--cache", "h2o:8+8", "--kv", "int8"], "--cache h2o:8+8 and --kv int8 exclude each other"),
+        (["--prompt", "x", "--endless"], "ContiguousCache ends after 512 tokens"),
+        (["--prompt", "x", "--endless", "--cache", "h2o:8+8"], "HeavyHitterCache ends after 512 tokens"),
     ],
 )
 def test_bad_input_ends_in_one_clear_line_and_exit_code_2(words: list[str], message: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import kvlab
 from kvlab.cache import KVCache, NoCache, QuantizedCache, make_cache
 from kvlab.errors import PromptError
-from kvlab.evaluate import agreement, contiguous, logits_of, losses, perplexity, recall
+from kvlab.evaluate import agreement, logits_of, losses, perplexity, recall
 from kvlab.model import GPT
 from kvlab.weights import LoadedModel
 
@@ -68,8 +68,13 @@ def test_the_cache_that_is_judged_is_the_one_that_is_made(make_model: Callable[.
     assert not torch.allclose(rounded[40:], exact[40:], atol=1e-3)
 
 
-def test_a_plain_cache_is_in_the_models_dtype(make_model: Callable[..., GPT]) -> None:
-    assert contiguous(make_model(torch.bfloat16), 9).dtype == torch.bfloat16
+@pytest.mark.parametrize("chunk", [1, 7, 30, 149])
+def test_a_stream_is_judged_past_the_context_and_token_by_token_agrees_with_one_pass(model: GPT, chunk: int) -> None:
+    """The one pass has its queries rotated twice; token by token the sinks' keys are turned instead."""
+    text = text_of(model, 150)
+    one, chunked = (losses(model, text, "streaming:3+20", size) for size in (150, chunk))
+    assert len(one) == 149 > model.config.max_seq_len
+    torch.testing.assert_close(chunked, one, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 LIBRARY = Path(__file__).parents[1] / "lib" / "kvlab"
 FLOORS = {
     "errors": 0, "resources": 0, "provenance": 0, "config": 0, "timing": 0, "cost": 0, "devices": 0, "store": 0,
-    "packing": 1, "kernels": 1, "cache": 1, "model": 2, "quantize": 3, "weights": 4, "generation": 4,
+    "packing": 1, "kernels": 1, "rope": 1, "cache": 1, "model": 2, "quantize": 3, "weights": 4, "generation": 4,
     "evaluate": 5, "serving": 5, "measure": 6, "operate": 6, "interop": 6, "book": 7, "cli": 8, "__main__": 8,
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ long before it loses a percent of perplexity, so there are three measures.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,42 +27,47 @@ CacheMaker = Callable[[GPT, int], KVCache]
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
 
-def contiguous(model: GPT, tokens: int) -> KVCache:
-    """The plain cache, in the model's dtype.
-
-    Args:
-        model: the decoder.
-        tokens: that it must hold.
-    """
-    return make_cache("contiguous", model.config, 1, tokens, model.dtype, model.device)
-
-
 def logits_of(
-    model: GPT, tokens: Int[Tensor, "time"], cache: CacheMaker = contiguous, chunk: int = 256
+    model: GPT, tokens: Int[Tensor, "time"], cache: CacheMaker | str = "contiguous", chunk: int = 256
 ) -> Float[Tensor, "time vocab_size"]:
     """Logits after every token of a text, read in chunks, so that later ones see earlier ones through the cache.
 
     Args:
         model: the decoder.
-        tokens: the text, at most as long as the model's context.
-        cache: makes the cache that is judged.
+        tokens: the text, at most as long as the model's context where the cache is not endless.
+        cache: the cache that is judged: a kind, see :func:`kvlab.cache.make_cache`, or a function that makes one.
         chunk: tokens of a pass. Within a pass keys are exact in every cache, so a small chunk judges more strictly.
 
     Raises:
         PromptError: the text is longer than the context, or has no token.
     """
-    if not 0 < len(tokens) <= model.config.max_seq_len:
-        raise PromptError(
-            f"the text has {len(tokens)} tokens; {model.config.name} takes 1 to {model.config.max_seq_len}"
-        )
-    held = cache(model, len(tokens))
-    with torch.inference_mode():
-        parts = [model(part[None].to(model.device), held)[0].float() for part in tokens.split(chunk)]
-    return torch.cat(parts)
+    return torch.cat(list(_logits(model, tokens, cache, chunk)))
+
+
+def _logits(
+    model: GPT, tokens: Int[Tensor, "time"], cache: CacheMaker | str, chunk: int
+) -> Iterator[Float[Tensor, "chunk vocab_size"]]:
+    """Logits chunk by chunk: all of a long text would be gigabytes."""
+    held, most = _make(cache, model, len(tokens)), model.config.max_seq_len
+    if len(tokens) > most and not held.endless:
+        raise PromptError(f"the text has {len(tokens)} tokens; {model.config.name} takes 1 to {most}")
+    for part in tokens.split(chunk):
+        with torch.inference_mode():
+            logits = model(part[None].to(model.device), held)[0].float()
+        yield logits
+
+
+def _make(cache: CacheMaker | str, model: GPT, tokens: int) -> KVCache:
+    """The cache that is judged, for one text."""
+    if tokens < 1:
+        raise PromptError(f"the text has {tokens} tokens; there is nothing to judge")
+    if isinstance(cache, str):
+        return make_cache(cache, model.config, 1, tokens, model.dtype, model.device)
+    return cache(model, tokens)
 
 
 def losses(
-    model: GPT, tokens: Int[Tensor, "time"], cache: CacheMaker = contiguous, chunk: int = 256
+    model: GPT, tokens: Int[Tensor, "time"], cache: CacheMaker | str = "contiguous", chunk: int = 256
 ) -> Float[Tensor, "time-1"]:
     """Nats that the model pays for each token of a text but the first.
 
@@ -77,11 +82,15 @@ def losses(
     """
     if len(tokens) < 2:
         raise PromptError(f"the text has {len(tokens)} token(s); a loss needs a token and one before it")
-    logits = logits_of(model, tokens, cache, chunk)
-    return F.cross_entropy(logits[:-1], tokens[1:].to(logits.device), reduction="none")
+    parts = zip(_logits(model, tokens, cache, chunk), tokens[1:].split(chunk), strict=False)
+    # The last token has no next one: it may stand alone in a chunk of its own.
+    paid = [F.cross_entropy(logits[: len(n)], n.to(logits.device), reduction="none") for logits, n in parts]
+    return torch.cat(paid)
 
 
-def perplexity(model: GPT, tokens: Int[Tensor, "time"], cache: CacheMaker = contiguous, chunk: int = 256) -> float:
+def perplexity(
+    model: GPT, tokens: Int[Tensor, "time"], cache: CacheMaker | str = "contiguous", chunk: int = 256
+) -> float:
     """exp of the mean loss: among how many equally likely tokens the model is undecided, on average.
 
     Args:
@@ -129,7 +138,12 @@ class Recalled:
 
 
 def recall(
-    loaded: LoadedModel, tokens: int, depth: float, seed: int = 0, cache: CacheMaker = contiguous, chunk: int = 256
+    loaded: LoadedModel,
+    tokens: int,
+    depth: float,
+    seed: int = 0,
+    cache: CacheMaker | str = "contiguous",
+    chunk: int = 256,
 ) -> Recalled:
     """Hide a number in filler text and ask for it: a passkey test (arXiv:2305.16300).
 
@@ -138,7 +152,7 @@ def recall(
         tokens: length of the prompt, roughly.
         depth: where the number stands: 0 at the start, 1 right before the question.
         seed: of the number.
-        cache: makes the cache that is judged.
+        cache: see :func:`logits_of`.
         chunk: the prompt is read in such pieces, so that the question sees the fact through the cache.
 
     Raises:
@@ -158,7 +172,7 @@ def recall(
     filler = (filler * (room // len(filler) + 1))[:room]
     before = round(depth * room)
     prompt = [*start, *filler[:before], *fact, *filler[before:], *question]
-    held = cache(loaded.model, len(prompt) + 8)
+    held = _make(cache, loaded.model, len(prompt) + 8)
     pieces = torch.tensor(prompt[:-1]).split(chunk)
     with torch.inference_mode():
         for piece in pieces:

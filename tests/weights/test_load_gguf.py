@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 import kvlab.weights.convert as convert_module
 from kvlab.errors import ConfigError, WeightsError
-from kvlab.model.rope import frequencies, unpermute
+from kvlab.rope import frequencies, unpermute
 from kvlab.store import sha256_of
 from kvlab.weights import load
 from kvlab.weights.convert import conversion_folder, convert

@@ -7,26 +7,43 @@ from functools import partial
 
 import torch
 
-from kvlab.cache.base import KVCache, Step, View, Visibility, classify, positions_from_mask, visible
+from kvlab.cache.base import ENDLESS, KVCache, Step, View, Visibility, classify, positions_from_mask, visible
 from kvlab.cache.block_pool import ROOT, BlockPool
 from kvlab.cache.contiguous import ContiguousCache, NoCache
+from kvlab.cache.heavy_hitter import HeavyHitterCache, SnapKVCache
 from kvlab.cache.paged import BlockStorage, PagedCache
 from kvlab.cache.quantized import QuantizedCache
 from kvlab.cache.ragged import BlockView, RaggedBatch, Span
+from kvlab.cache.streaming import SinkView, StreamingCache
 from kvlab.config import ModelConfig
 from kvlab.errors import ConfigError
 
 __all__ = [
-    "ROOT", "BlockPool", "BlockStorage", "BlockView", "ContiguousCache", "KVCache", "NoCache", "PagedCache",
-    "QuantizedCache", "RaggedBatch", "Span", "Step", "View", "Visibility", "classify", "make_cache",
-    "positions_from_mask", "visible",
+    "ENDLESS", "ROOT", "BlockPool", "BlockStorage", "BlockView", "ContiguousCache", "HeavyHitterCache", "KVCache",
+    "NoCache", "PagedCache", "QuantizedCache", "RaggedBatch", "SinkView", "SnapKVCache", "Span", "Step",
+    "StreamingCache", "View", "Visibility", "classify", "is_endless", "make_cache", "positions_from_mask", "visible",
 ]  # fmt: skip
+
+
+def _streaming(
+    config: ModelConfig, batch: int, max_len: int, dtype: torch.dtype, device: torch.device | str, **sizes: int
+) -> StreamingCache:
+    """A stream has no longest length."""
+    return StreamingCache(config, batch, dtype, device, **sizes)
+
 
 _KINDS: dict[str, Callable[..., KVCache]] = {
     "contiguous": ContiguousCache,
     "paged": PagedCache,
     "int8": partial(QuantizedCache, bits=8),
     "int4": partial(QuantizedCache, bits=4),
+}
+#: Kinds that take numbers of tokens: their names, an example, and who makes the cache.
+_SIZED: dict[str, tuple[tuple[str, ...], str, Callable[..., KVCache]]] = {
+    "window": (("window",), "window:256", partial(_streaming, sinks=0)),
+    "streaming": (("sinks", "window"), "streaming:4+252", _streaming),
+    "h2o": (("heavy", "recent"), "h2o:128+128", HeavyHitterCache),
+    "snapkv": (("budget",), "snapkv:256", SnapKVCache),
 }
 
 
@@ -41,16 +58,42 @@ def make_cache(
     """A cache of one of the kinds.
 
     Args:
-        kind: ``contiguous``, ``paged``, or ``int8`` or ``int4`` for codes with the newest 32 to 63 tokens exact.
+        kind: ``contiguous``, ``paged``; ``int8`` or ``int4`` for codes with the newest 32 to 63 tokens exact;
+            ``window:WINDOW`` for the newest tokens, ``streaming:SINKS+WINDOW`` for the first as well;
+            ``h2o:HEAVY+RECENT`` or ``snapkv:BUDGET`` for those that are looked at.
         config: the model's shape.
         batch: rows.
-        max_len: tokens a row may come to, prompt and answer together.
+        max_len: tokens a row may come to, prompt and answer together; a stream has no end and ignores it.
         dtype: of keys and values, usually the model's.
         device: where they live, usually the model's.
 
     Raises:
-        ConfigError: the kind is unknown or a size is impossible.
+        ConfigError: the kind is unknown, a size is impossible, or the kind cannot serve this model.
     """
-    if kind not in _KINDS:
-        raise ConfigError(f"no cache is called {kind!r}; kvlab has {', '.join(_KINDS)}")
-    return _KINDS[kind](config, batch, max_len, dtype, device)
+    return _maker(kind)(config, batch, max_len, dtype, device)
+
+
+def is_endless(kind: str, config: ModelConfig) -> bool:
+    """Whether a cache of this kind goes on past the model's context.
+
+    Args:
+        kind: see :func:`make_cache`.
+        config: the model's shape.
+    """
+    return kind.partition(":")[0] in ("window", "streaming") and config.position == "rope"
+
+
+def _maker(kind: str) -> Callable[..., KVCache]:
+    name, _, sizes = kind.partition(":")
+    if name not in _SIZED:
+        if kind not in _KINDS:
+            known = [*_KINDS, *(example for _, example, _ in _SIZED.values())]
+            raise ConfigError(f"no cache is called {kind!r}; kvlab has {', '.join(known)}")
+        return _KINDS[kind]
+    fields, example, maker = _SIZED[name]
+    numbers = sizes.split("+")
+    if len(numbers) != len(fields) or not all(number.isdecimal() for number in numbers):
+        raise ConfigError(
+            f"{kind!r} does not say how many tokens the cache keeps; give {' + '.join(fields)}, as in {example}"
+        )
+    return partial(maker, **{field: int(number) for field, number in zip(fields, numbers, strict=True)})

@@ -8,13 +8,15 @@ The rule that defines attention everywhere in kvlab, for a prompt, a chunk, one 
 
     visible = (key_position <= query_position)  and  (key_position > query_position - window)
 
-Positions are token counts from the start of a row; -1 is padding, which is never written and sees nothing.
+A window with attention sinks lets the first tokens through as well, see :mod:`kvlab.cache.streaming`. Positions are
+token counts from the start of a row; -1 is padding, which is never written and sees nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,6 +28,8 @@ from kvlab.config import ModelConfig
 from kvlab.errors import CacheFull, CannotCrop, ConfigError
 
 PADDING = -1
+#: ``max_len`` of a cache whose rows may go on for ever, in constant memory.
+ENDLESS = sys.maxsize
 #: The position of a slot that holds no token: above every query, so that the rule hides it.
 UNWRITTEN = torch.iinfo(torch.int64).max
 
@@ -83,6 +87,14 @@ class Step:
         """What the queries see in a layer."""
         return self.views[self.windows[layer]]
 
+    def rotation(self, table: Callable[[Int[Tensor, "batch time"]], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the pass's positions.
+
+        Args:
+            table: the model's, which ends with its context.
+        """
+        return table(self.positions)
+
     def outputs(self) -> tuple[Int[Tensor, "out"], Int[Tensor, "out"]]:
         """Row and column of the tokens that continue a sequence: the last of each row, or of each request.
 
@@ -95,7 +107,10 @@ class Step:
 
 
 def visible(
-    key_positions: Int[Tensor, "batch heads keys"], positions: Int[Tensor, "batch time"], window: int | None
+    key_positions: Int[Tensor, "batch heads keys"],
+    positions: Int[Tensor, "batch time"],
+    window: int | None,
+    sinks: int = 0,
 ) -> Bool[Tensor, "batch heads time keys"]:
     """The one attention rule as a tensor: which key each query sees.
 
@@ -103,10 +118,11 @@ def visible(
         key_positions: position of each held key, ``UNWRITTEN`` where a slot is empty.
         positions: position of each query, -1 for padding.
         window: tokens a query sees, itself included; None for all before it.
+        sinks: first tokens of a row that a window never hides.
     """
     keys, queries = key_positions[:, :, None, :], positions[:, None, :, None]
     seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)
+    return seen if window is None else seen & ((keys > queries - window) | (keys < sinks))
 
 
 def positions_from_mask(mask: Bool[Tensor, "batch time"], seen: Sequence[int]) -> Int[Tensor, "batch time"]:
@@ -126,13 +142,16 @@ class KVCache(ABC):
     Args:
         config: the model's shape.
         batch: rows.
-        max_len: tokens a row may come to.
+        max_len: tokens a row may come to; ``ENDLESS`` where there is no limit.
         dtype: of keys and values; floating point.
         device: where they live.
 
     Raises:
         ConfigError: a size is below 1, the dtype is not floating point, or the kind cannot serve this model.
     """
+
+    #: Whether attention must call ``observe`` after each layer. The others pay nothing for it.
+    needs_queries = False
 
     def __init__(
         self, config: ModelConfig, batch: int, max_len: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -166,6 +185,11 @@ class KVCache(ABC):
     def length(self) -> int:
         """Tokens held for the longest row."""
         return max(self.lengths)
+
+    @property
+    def endless(self) -> bool:
+        """Whether rows may go on past any length, past the model's context too."""
+        return self.max_len == ENDLESS
 
     @property
     def max_rollback(self) -> int:
@@ -227,6 +251,19 @@ class KVCache(ABC):
             step: from ``begin``.
         """
 
+    def observe(self, layer: int, queries: Float[Tensor, "batch n_head time head_dim"], step: Step) -> None:
+        """See a layer's queries, after it attended: how a cache learns which tokens are looked at.
+
+        Args:
+            layer: index of the layer.
+            queries: rotated, of the new tokens.
+            step: from ``begin``.
+
+        Raises:
+            ConfigError: this kind does not look at queries.
+        """
+        raise ConfigError(f"{type(self).__name__} keeps tokens whatever is looked at; call observe where needs_queries")
+
     def commit(self, step: Step) -> None:
         """The pass went through: its tokens count from now on."""
         self.rows_seen = self.ends(step.n_new)
@@ -267,13 +304,14 @@ class KVCache(ABC):
         positions: Int[Tensor, "batch time"],
         n_new: tuple[int, ...],
         key_positions: Callable[[], Int[Tensor, "batch heads keys"]],
+        windows: Iterable[int | None],
     ) -> dict[int | None, View]:
-        """What the queries see, for each window that some layer has, where every row holds its keys from position 0.
+        """What the queries see, for each of the windows, where every row holds its keys from position 0.
 
         The key positions are asked for only where the rule needs a mask.
         """
         views = {}
-        for window in set(self.config.windows):
+        for window in set(windows):
             kind = classify(positions, n_new, 0, window)
             mask = visible(key_positions(), positions, window) if kind is Visibility.MASK else None
             views[window] = View(kind, None if mask is None else mask.to(self.device))

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlab.cache.base import UNWRITTEN, KVCache, Step
 from kvlab.config import ModelConfig
+
+
+class Places(NamedTuple):
+    """Where some tokens of a pass come from and go to.
+
+    Args:
+        rows: of each token.
+        columns: in the pass.
+        slots: of the cache.
+    """
+
+    rows: Int[Tensor, "tokens"]
+    columns: Int[Tensor, "tokens"]
+    slots: Int[Tensor, "tokens"]
 
 
 @dataclass(frozen=True)
@@ -20,12 +35,12 @@ class ContiguousStep(Step):
     Args:
         n_keys: slots that attention reads, from slot 0.
         slots: the slots that all rows write, where all write the same; else None.
-        ragged: row, column and slot of every token that is written, where rows differ; else None.
+        ragged: of every token that is written, where rows differ; else None.
     """
 
     n_keys: int
     slots: Int[Tensor, "time"] | None
-    ragged: tuple[Int[Tensor, "tokens"], Int[Tensor, "tokens"], Int[Tensor, "tokens"]] | None
+    ragged: Places | None
 
 
 class ContiguousCache(KVCache):
@@ -46,24 +61,16 @@ class ContiguousCache(KVCache):
 
     def _lay_out(self, positions: Int[Tensor, "batch time"], n_new: tuple[int, ...]) -> ContiguousStep:
         n_keys = max(self.ends(n_new))
-        on_device = positions.to(self.device)
-        uniform = bool((positions == positions[0]).all()) and all(n == positions.shape[1] for n in n_new)
+        on_device, together = positions.to(self.device), uniform(positions)
         return ContiguousStep(
             positions=on_device,
             n_new=n_new,
-            views=self._views(positions, n_new, lambda: self._slot_positions(n_new)),
+            views=self._views(positions, n_new, lambda: self._slot_positions(n_new), self.config.windows),
             windows=self.config.windows,
             n_keys=n_keys,
-            slots=on_device[0] if uniform else None,
-            ragged=None if uniform else self._targets(positions),
+            slots=on_device[0] if together else None,
+            ragged=None if together else places(positions >= 0, positions, self.device),
         )
-
-    def _targets(
-        self, positions: Int[Tensor, "batch time"]
-    ) -> tuple[Int[Tensor, "tokens"], Int[Tensor, "tokens"], Int[Tensor, "tokens"]]:
-        rows, columns = torch.where(positions >= 0)
-        slots = positions[rows, columns]
-        return rows.to(self.device), columns.to(self.device), slots.to(self.device)
 
     def append(
         self,
@@ -87,6 +94,27 @@ class ContiguousCache(KVCache):
         """Keep these rows, in this order, repeats allowed; copies them."""
         self.storage = self.storage.index_select(2, torch.tensor(rows, device=self.device))
         self.rows_seen = [self.rows_seen[row] for row in rows]
+
+
+def uniform(positions: Int[Tensor, "batch time"]) -> bool:
+    """Whether all rows of a pass bring the same positions, and no padding.
+
+    Args:
+        positions: on the host.
+    """
+    return bool((positions == positions[0]).all()) and bool((positions >= 0).all())
+
+
+def places(which: Bool[Tensor, "batch time"], slots: Int[Tensor, "batch time"], device: torch.device) -> Places:
+    """Row, column and slot of the tokens that are asked for.
+
+    Args:
+        which: of the tokens of a pass, on the host.
+        slots: where each goes.
+        device: of the cache.
+    """
+    rows, columns = torch.where(which)
+    return Places(rows.to(device), columns.to(device), slots[rows, columns].to(device))
 
 
 def write(
@@ -128,7 +156,8 @@ class NoCache(KVCache):
         return 0
 
     def _lay_out(self, positions: Int[Tensor, "batch time"], n_new: tuple[int, ...]) -> Step:
-        views = self._views(positions, n_new, lambda: torch.where(positions < 0, UNWRITTEN, positions)[:, None])
+        own = torch.where(positions < 0, UNWRITTEN, positions)[:, None]
+        views = self._views(positions, n_new, lambda: own, self.config.windows)
         return Step(positions.to(self.device), n_new, views, self.config.windows)
 
     def append(

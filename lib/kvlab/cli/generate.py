@@ -10,6 +10,7 @@ import typer
 
 import kvlab
 from kvlab.cli.app import app, compiled_step
+from kvlab.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvlab.generation import Generation, Sampling
@@ -40,7 +41,20 @@ def generate(
         str | None,
         typer.Option(help="`int8` or `int4` rounds them after loading; `stored` keeps the codes of a GGUF file."),
     ] = None,
-    kv: Annotated[str, typer.Option(help="KV cache: `contiguous`, `int8`, `int4`.")] = "contiguous",
+    cache: Annotated[
+        str,
+        typer.Option(
+            help="What the KV cache keeps: `full`; `window:WINDOW` the newest tokens; `streaming:SINKS+WINDOW` the "
+            "first as well, as in `streaming:4+252`; `h2o:HEAVY+RECENT` those that are looked at; `snapkv:BUDGET` of "
+            "the prompt, those that its end looks at."
+        ),
+    ] = "full",
+    kv: Annotated[
+        str, typer.Option(help="Layout of a full cache: `contiguous`, `paged`, `int8`, `int4`.")
+    ] = "contiguous",
+    endless: Annotated[
+        bool, typer.Option("--endless", help="Never stop, until Ctrl-C; needs a window or streaming cache.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Answer a prompt, and show what its two phases cost.
@@ -54,16 +68,26 @@ def generate(
     - `kvlab generate --model smollm2 --chat --prompt "What is gravity?"`
     - `kvlab generate --model tiny --prompt "O Romeo" --temperature 0.8 --top-p 0.9 --seed 1`
     - `kvlab generate --model smollm2 --weights stored --kv int8 --chat --prompt "What is gravity?"`
+    - `kvlab generate --prompt "O Romeo" --cache streaming:4+252 --endless --temperature 0.8`
     """
     from kvlab.generation.sampling import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     loaded = kvlab.load(model, device=device, dtype=dtype, weights=weights)  # type: ignore[arg-type]
     text = sys.stdin.read() if prompt == "-" else prompt
+    ids: Any = loaded.tokenizer.chat([{"role": "user", "content": text}]) if chat else text
+    kind = _kind(cache, kv)
+    if endless:
+        _run_endless(loaded, ids, kind, sampling, quiet=as_json)
+        return
+    generation = kvlab.generate(
+        loaded, ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, sampling=sampling, cache=kind,
+        compiled=compiled_step(loaded, 1) if kind == "contiguous" else None,
+    )  # fmt: skip
     interrupted = False
-    generation = _start(loaded, text, chat, max_new_tokens, ignore_eos, sampling, kv)
     try:
-        _stream(generation, quiet=as_json)
+        for step in generation:
+            _write(step.text, quiet=as_json)
     except KeyboardInterrupt:
         interrupted = True
     report = _report(generation, loaded, interrupted)
@@ -72,21 +96,46 @@ def generate(
         raise typer.Exit(130)
 
 
-def _start(
-    loaded: LoadedModel, prompt: str, chat: bool, max_new_tokens: int, ignore_eos: bool, sampling: Sampling, kv: str
-) -> Generation:
-    ids: Any = loaded.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else prompt
-    return kvlab.generate(
-        loaded, ids, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, sampling=sampling, cache=kv,
-        compiled=compiled_step(loaded, 1) if kv == "contiguous" else None,
-    )  # fmt: skip
+def _kind(cache: str, kv: str) -> str:
+    """The one kind that both options name; what drops tokens keeps the others as they are."""
+    if cache == "full":
+        return kv
+    if kv != "contiguous":
+        raise ConfigError(
+            f"--cache {cache} and --kv {kv} exclude each other: codes span 32 tokens with one scale, and this cache "
+            "drops or turns tokens one by one; choose one of the two"
+        )
+    return cache
 
 
-def _stream(generation: Generation, quiet: bool) -> None:
-    for step in generation:
-        if not quiet:
-            sys.stdout.write(step.text)
-            sys.stdout.flush()
+def _write(text: str, quiet: bool) -> None:
+    if not quiet:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _run_endless(loaded: LoadedModel, prompt: Any, kind: str, sampling: Sampling, quiet: bool) -> None:
+    """Write until Ctrl-C, then say how far it came; nothing of the answer is kept."""
+    from kvlab.cache import make_cache
+    from kvlab.generation import endless
+
+    model = loaded.model
+    cache = make_cache(kind, model.config, 1, model.config.max_seq_len, model.dtype, model.device)
+    count, seconds, first = 0, 0.0, 0.0
+    try:
+        for step in endless(loaded, prompt, cache=cache, sampling=sampling):
+            count, seconds = count + 1, step.seconds
+            first = first or seconds
+            _write(step.text, quiet)
+    except KeyboardInterrupt:
+        report = {
+            "new_tokens": count, "seconds": seconds, "tpot_s": (seconds - first) / (count - 1) if count > 1 else None,
+            "tokens_held": cache.length, "kv_bytes": cache.nbytes, "model": loaded.name,
+            "finish_reason": "interrupted",
+        }  # fmt: skip
+        line = f"\n\n{count:,} tokens in {seconds:,.1f} s; the cache holds {cache.length:,} in {cache.nbytes:,} bytes"
+        print(json.dumps(report) if quiet else line)
+        raise typer.Exit(130) from None
 
 
 def _report(generation: Generation, loaded: LoadedModel, interrupted: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from kvlab.generation.beam import Beam, beam_search
 from kvlab.generation.compiled import CompiledDecode, compile_step, package
 from kvlab.generation.compiled_paged import CompiledPagedStep, compile_paged_step, paged_package
+from kvlab.generation.endless import endless
 from kvlab.generation.fixed import FixedDecode
 from kvlab.generation.generate import Generation, Timing, TokenStep, decode, generate, prefill
 from kvlab.generation.sampling import Sampler, Sampling, probabilities
@@ -39,6 +40,7 @@ __all__ = [
     "compile_paged_step",
     "compile_step",
     "decode",
+    "endless",
     "generate",
     "package",
     "paged_package",

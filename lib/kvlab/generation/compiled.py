@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvlab.cache import ContiguousCache, NoCache, Step, View, Visibility, visible
-from kvlab.cache.contiguous import ContiguousStep, write
+from kvlab.cache.contiguous import ContiguousStep, Places, write
 from kvlab.devices import dtype_name
 from kvlab.errors import CacheFull, ConfigError, DeviceError, PromptError
 from kvlab.generation.packages import empty_layers, load_package, make_package, package_of, require_cpu
@@ -154,7 +154,7 @@ class _Step(nn.Module):
             windows=config.windows,
             n_keys=slots.shape[0],
             slots=positions[0] if self.rows == 1 else None,
-            ragged=None if self.rows == 1 else (each, torch.zeros_like(each), positions[:, 0]),
+            ragged=None if self.rows == 1 else Places(each, torch.zeros_like(each), positions[:, 0]),
         )
         return self.model.run(tokens, _Held(self.model, held), step, last_only=False)[:, 0]
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlab.cache import ContiguousCache, KVCache, make_cache, positions_from_mask
+from kvlab.cache import ContiguousCache, KVCache, is_endless, make_cache, positions_from_mask
 from kvlab.errors import ConfigError, SamplingError
 from kvlab.generation.compiled import CompiledDecode
 from kvlab.generation.prompts import Prompt, limits, padded, token_rows
@@ -285,7 +285,8 @@ def prepare(
     network, tokenizer = (model.model, model.tokenizer) if isinstance(model, LoadedModel) else (model, None)
     rows = token_rows(prompts, tokenizer, network.config.vocab_size)
     seen = [0] * len(rows) if isinstance(cache, str) else cache.rows_seen
-    most = limits(network.config, rows, seen, max_new_tokens)
+    endless = is_endless(cache, network.config) if isinstance(cache, str) else cache.endless
+    most = limits(network.config, rows, seen, max_new_tokens, endless)
     if isinstance(cache, str):
         room = max(len(row) + limit - 1 for row, limit in zip(rows, most, strict=True))
         cache = make_cache(cache, network.config, len(rows), room, network.dtype, network.device)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvlab import rope
 from kvlab.cache import ragged
 from kvlab.devices import dtype_name
 from kvlab.errors import DeviceError, one_line
 from kvlab.kernels import built, direct_calls, instruction_set, library
-from kvlab.model import GPT, attention, gpt, layers, rope
+from kvlab.model import GPT, attention, gpt, layers
 from kvlab.quantize import RowAwareLinear, linears
 from kvlab.quantize import layers as quantized_layers
 from kvlab.store import cache_folder, publish, staging

@@ -45,7 +45,13 @@ def _ids(prompt: Prompt, row: int, tokenizer: Tokenizer | None, vocab_size: int)
     return list(prompt)
 
 
-def limits(config: ModelConfig, rows: Sequence[Sequence[int]], seen: Sequence[int], max_new_tokens: int) -> list[int]:
+def limits(
+    config: ModelConfig,
+    rows: Sequence[Sequence[int]],
+    seen: Sequence[int],
+    max_new_tokens: int,
+    endless: bool = False,
+) -> list[int]:
     """How many tokens each row may get: the context holds the prompt and all new tokens but the last.
 
     Args:
@@ -53,6 +59,7 @@ def limits(config: ModelConfig, rows: Sequence[Sequence[int]], seen: Sequence[in
         rows: prompts as ids.
         seen: tokens that the cache has of each row already.
         max_new_tokens: what was asked for.
+        endless: the cache goes on past the context.
 
     Raises:
         PromptError: a prompt does not fit the context, or less than one token was asked for.
@@ -61,6 +68,8 @@ def limits(config: ModelConfig, rows: Sequence[Sequence[int]], seen: Sequence[in
         raise PromptError(f"max_new_tokens is {max_new_tokens}; prefill itself yields one token, so ask for 1 or more")
     if len(seen) != len(rows):
         raise PromptError(f"there are {len(rows)} prompts for a cache of {len(seen)} rows; make one with as many rows")
+    if endless:
+        return [max_new_tokens] * len(rows)
     context = config.max_seq_len
     for index, (row, before) in enumerate(zip(rows, seen, strict=True)):
         if before + len(row) > context:

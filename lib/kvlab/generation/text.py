@@ -29,7 +29,8 @@ class TextStream:
         self._decode, self._stop = decode, tuple(stop)
         self._ids: list[int] = []
         # Tokens are decoded together with a few before them: a tokenizer may render a token differently at the start.
-        self._context = self._read = 0
+        # Older ones are dropped: an answer without an end must not fill the memory.
+        self._read = 0
         self._pending = ""
         self.stopped = False
 
@@ -47,11 +48,11 @@ class TextStream:
         return rest if self.stopped else rest + held
 
     def _new_text(self, final: bool = False) -> str:
-        before = self._decode(self._ids[self._context : self._read])
-        text = self._decode(self._ids[self._context :])
+        before, text = self._decode(self._ids[: self._read]), self._decode(self._ids)
         if text.endswith(_HALF) and not final:
             return ""
-        self._context, self._read = self._read, len(self._ids)
+        del self._ids[: self._read]
+        self._read = len(self._ids)
         return text[len(before) :]
 
     def _release(self, text: str) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from kvlab import kernels
-from kvlab.cache import BlockView, KVCache, Step, View, Visibility
+from kvlab.cache import BlockView, KVCache, SinkView, Step, View, Visibility
 from kvlab.config import ModelConfig
 from kvlab.model.layers import RMSNorm
-from kvlab.model.rope import rotate
+from kvlab.rope import rotate
 
 
 class Attention(nn.Module):
@@ -58,6 +58,8 @@ class Attention(nn.Module):
         # Written first, read second: a token must see itself.
         keys, values = cache.append(self.layer, k, v, step)
         mixed = attend(q, keys, values, step.view(self.layer))
+        if cache.needs_queries:
+            cache.observe(self.layer, q, step)
         return self.out(mixed.transpose(1, 2).reshape(batch, time, -1))
 
 
@@ -77,17 +79,57 @@ def attend(
     """
     if isinstance(view, BlockView):
         return _attend_blocks(q, keys, values, view)
+    if isinstance(view, SinkView):
+        return _attend_sinks(q, keys, values, view)
     group = q.shape[1] // keys.shape[1]
     if q.shape[2] == 1:
         # One query: the query heads of a group become rows of one matrix, which share the mask, and no key is copied.
         folded = q.reshape(q.shape[0], keys.shape[1], group, q.shape[3])
         return F.scaled_dot_product_attention(folded, keys, values, attn_mask=view.mask).reshape(q.shape)
-    if group > 1:
-        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    keys, values = _repeated(keys, group), _repeated(values, group)
     if view.visibility is Visibility.CAUSAL:
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
-    mask = _lower_right(q.shape[2], keys.shape[2]) if view.visibility is Visibility.CAUSAL_TAIL else view.mask
+    mask = view.mask
+    if view.visibility is Visibility.CAUSAL_TAIL:
+        mask = _lower_right(q.shape[2], keys.shape[2])
+    elif mask is not None and mask.shape[1] > 1:
+        mask = _repeated(mask, group)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+
+
+def _repeated(
+    x: Shaped[Tensor, "batch n_kv_head rows columns"], group: int
+) -> Shaped[Tensor, "batch n_head rows columns"]:
+    """What belongs to a KV head, once for each query head of its group."""
+    return x.repeat_interleave(group, dim=1) if group > 1 else x
+
+
+def _attend_sinks(
+    q: Float[Tensor, "batch n_head time head_dim"],
+    keys: Float[Tensor, "batch n_kv_head keys head_dim"],
+    values: Float[Tensor, "batch n_kv_head keys head_dim"],
+    view: SinkView,
+) -> Float[Tensor, "batch n_head time head_dim"]:
+    """Queries rotated twice: as they are for the window, turned back for the sinks.
+
+    The two lie side by side, and beside every key stand zeros where the other query is: one kernel does it all. Values
+    are padded too, because only a kernel with equal widths needs no memory for the scores.
+    """
+    assert view.back is not None
+    head_dim = q.shape[3]
+    both = torch.cat((rotate(q, *view.back), q), dim=3)
+    wide = torch.zeros((*keys.shape[:3], 2 * head_dim), dtype=keys.dtype, device=keys.device)
+    wide[:, :, : view.sinks, :head_dim] = keys[:, :, : view.sinks]
+    wide[:, :, view.sinks :, head_dim:] = keys[:, :, view.sinks :]
+    group = q.shape[1] // keys.shape[1]
+    mixed = F.scaled_dot_product_attention(
+        both,
+        _repeated(wide, group),
+        _repeated(F.pad(values, (0, head_dim)), group),
+        attn_mask=view.mask,
+        scale=head_dim**-0.5,
+    )
+    return mixed[..., :head_dim]
 
 
 def _attend_blocks(

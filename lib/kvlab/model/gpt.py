@@ -11,7 +11,7 @@ from kvlab.config import ModelConfig
 from kvlab.errors import PromptError
 from kvlab.model.attention import Attention
 from kvlab.model.layers import MLP, GatedMLP, make_norm
-from kvlab.model.rope import Rope
+from kvlab.rope import Rope
 
 
 class Block(nn.Module):
@@ -96,11 +96,18 @@ class GPT(nn.Module):
             last_only: only the last token of each row goes through the LM head, and ``out`` is 1.
 
         Raises:
-            PromptError: a position lies beyond the model's context.
+            PromptError: a position lies beyond the model's context, and the cache is not endless; or the cache has
+                another number of rows.
             CacheFull: the cache has no room; nothing was written.
         """
         cache = cache or NoCache(self.config, len(tokens), self.dtype, self.device)
-        step = cache.begin(cache.next_positions(tokens.shape[1]) if positions is None else positions)
+        positions = cache.next_positions(tokens.shape[1]) if positions is None else positions
+        if positions.shape != tokens.shape:
+            raise PromptError(
+                f"tokens have shape {tuple(tokens.shape)}, and the cache of {cache.batch} row(s) expects "
+                f"{tuple(positions.shape)}; make a cache for {len(tokens)} row(s)"
+            )
+        step = cache.begin(positions)
         self._require_context(cache, step)
         logits = self.run(tokens, cache, step, last_only)
         cache.commit(step)
@@ -123,7 +130,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         if self.position is not None:
             x = x + self.position(step.positions.clamp(min=0))
-        rope = None if self.rope is None else self.rope(step.positions)
+        rope = None if self.rope is None else step.rotation(self.rope)
         for block in self.blocks:
             x = block(x, cache, step, rope)
         if last_only:
@@ -132,7 +139,7 @@ class GPT(nn.Module):
 
     def _require_context(self, cache: KVCache, step: Step) -> None:
         longest = max(cache.ends(step.n_new))
-        if longest > self.config.max_seq_len:
+        if not cache.endless and longest > self.config.max_seq_len:
             raise PromptError(
                 f"{longest} tokens are more than the context of {self.config.name}, {self.config.max_seq_len}; "
                 "shorten the prompt or choose a model with a longer context"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlab.config import ModelConfig, RopeScaling
 from kvlab.errors import WeightsError
-from kvlab.model.rope import frequencies, unpermute
+from kvlab.rope import frequencies, unpermute
 from kvlab.weights.gguf_file import GGUFFile, RawTensor, dequantize
 
 #: What ``general.architecture`` may be.

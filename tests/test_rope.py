@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvlab.config import RopeScaling
-from kvlab.model.rope import Rope, frequencies, rotate, unpermute
+from kvlab.rope import Rope, frequencies, rotate, unpermute
 from toys import random_gpt, small_config
 
 

@@ -28,9 +28,9 @@ class Rope(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        angles = torch.arange(config.max_seq_len, dtype=torch.float64, device="cpu")[:, None] * frequencies(config)
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+        cos, sin = angles(config, torch.arange(config.max_seq_len, device="cpu"))
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Follow the model to another device, never to another dtype."""
@@ -43,6 +43,17 @@ class Rope(nn.Module):
         """Cosines and sines of the positions, [batch, 1, time, head_dim / 2]; padding gets position 0's."""
         at = positions.clamp(min=0)
         return self.cos[at][:, None], self.sin[at][:, None]
+
+
+def angles(config: ModelConfig, positions: Int[Tensor, "*at"]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of any positions, also beyond the model's context: float32, [*at, head_dim / 2].
+
+    Args:
+        config: the model's shape.
+        positions: on the CPU, for the angles are taken in float64; a negative one turns backwards.
+    """
+    turned = positions[..., None].double() * frequencies(config)
+    return turned.cos().float(), turned.sin().float()
 
 
 def frequencies(config: ModelConfig) -> Float[Tensor, "half"]:
@@ -68,10 +79,10 @@ def _llama3(plain: Float[Tensor, "half"], scaling: RopeScaling) -> Float[Tensor,
 
 
 def rotate(
-    x: Float[Tensor, "batch heads time head_dim"],
-    cos: Float[Tensor, "batch 1 time half"],
-    sin: Float[Tensor, "batch 1 time half"],
-) -> Float[Tensor, "batch heads time head_dim"]:
+    x: Float[Tensor, "*rows heads time head_dim"],
+    cos: Float[Tensor, "#batch 1 #time half"],
+    sin: Float[Tensor, "#batch 1 #time half"],
+) -> Float[Tensor, "*rows heads time head_dim"]:
     """Turn each pair (x[i], x[i + head_dim / 2]) by its angle, in float32 at least.
 
     Args:
