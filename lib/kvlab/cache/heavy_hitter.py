@@ -165,7 +165,9 @@ class EvictingCache(KVCache):
         if more > 0:
             more = -(-more // GROWTH) * GROWTH
             self.storage = F.pad(self.storage, (0, 0, 0, more))
-            self.positions = F.pad(self.positions, (0, more), value=UNWRITTEN)
+            # Not F.pad: it takes the number through a float, and this one does not survive that.
+            empty = self.positions.new_full((*self.positions.shape[:3], more), UNWRITTEN)
+            self.positions = torch.cat((self.positions, empty), dim=3)
             self.scores = F.pad(self.scores, (0, more))
 
     def append(
