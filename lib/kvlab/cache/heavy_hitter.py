@@ -181,8 +181,10 @@ class EvictingCache(KVCache):
         assert isinstance(step, EvictingStep)
         n_keys, (keys, values) = step.key_positions.shape[3], self.storage[:, layer]
         if step.single:
-            slot = self._free[layer][..., None, None].expand_as(k)
-            keys, values = keys.scatter_(2, slot, k)[:, :, :n_keys], values.scatter_(2, slot, v)[:, :, :n_keys]
+            rows = torch.arange(k.shape[0], device=k.device)[:, None]
+            heads = torch.arange(k.shape[1], device=k.device)
+            keys[rows, heads, self._free[layer]], values[rows, heads, self._free[layer]] = k[:, :, 0], v[:, :, 0]
+            keys, values = keys[:, :, :n_keys], values[:, :, :n_keys]
         else:
             keys = torch.cat((keys[:, :, : self._width], k), dim=2)
             values = torch.cat((values[:, :, : self._width], v), dim=2)
@@ -421,7 +423,8 @@ def received(
     grouped = queries.unflatten(1, (n_kv_head, -1))
     for part, at in zip(grouped.split(QUERIES, dim=3), positions.split(QUERIES, dim=1), strict=True):
         seen = visible(key_positions, at, None)[:, :, None]
-        scores = (part @ keys[:, :, None].transpose(3, 4)).to(wide) * head_dim**-0.5
+        # The queries of a group are rows of one matrix: its keys are read once.
+        scores = (part.flatten(2, 3) @ keys.transpose(2, 3)).unflatten(2, part.shape[2:4]).to(wide) * head_dim**-0.5
         weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
         # A query that sees nothing divides zero by zero.
         total += torch.where(seen, weights, 0).sum(dim=(2, 3))
