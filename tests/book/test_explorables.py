@@ -12,7 +12,7 @@ import pytest
 from kvbook import browser
 
 import kvlab.book.calculators as calculators
-from kvlab.book.calculators import Asked, BlockMapExplorer, Explorable, SchedulerPlayground, Timed
+from kvlab.book.calculators import Asked, BlockMapExplorer, Explorable, SchedulerPlayground, Timed, WindowExplorer
 from kvlab.book.calculators.base import bundle
 from kvlab.cache import BlockPool
 from kvlab.errors import ConfigError, RequestRefused
@@ -247,10 +247,10 @@ def test_a_changed_policy_gives_the_engine_s_answer(width: int, tmp_path: Path) 
     assert "a step must hold 719 tokens: the budget was raised" in read[1]
 
 
-# --- both -----------------------------------------------------------------------------------------------------------
+# --- all ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [BlockMapExplorer, SchedulerPlayground])
+@pytest.mark.parametrize("kind", [BlockMapExplorer, SchedulerPlayground, WindowExplorer])
 def test_an_output_needs_nothing_from_elsewhere(kind: type[Any]) -> None:
     script = bundle(kind.kind)
     assert not re.search(r"^\s*(import|export)\b", script, re.MULTILINE)
@@ -263,7 +263,7 @@ def test_an_output_needs_nothing_from_elsewhere(kind: type[Any]) -> None:
 
 @pytest.mark.browser
 def test_the_panels_are_accessible_and_fit_a_phone(tmp_path: Path) -> None:
-    shown: list[Explorable] = [BlockMapExplorer(), SchedulerPlayground(), BlockMapExplorer(), SchedulerPlayground()]
+    shown: list[Explorable] = [BlockMapExplorer(), SchedulerPlayground(), WindowExplorer(read=300, sinks=4)] * 2
     for result in browser.look_at(page_of(tmp_path, *shown), ["index.html"]):
         for key in ("console", "outside", "missing", "dead", "twice", "axe"):
             assert result[key] == [], (result["view"], result["scheme"], key)

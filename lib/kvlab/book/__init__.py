@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         MemoryCalculator,
         RooflineCalculator,
         SchedulerPlayground,
+        WindowExplorer,
     )
     from kvlab.book.claims import Claim, ClaimFailed, claim, judge
     from kvlab.book.colours import CACHE, DECODE, IDLE, INK, PREFILL
@@ -38,6 +39,7 @@ _HOME = {
     "MemoryCalculator": "calculators",
     "RooflineCalculator": "calculators",
     "SchedulerPlayground": "calculators",
+    "WindowExplorer": "calculators",
     "Claim": "claims",
     "ClaimFailed": "claims",
     "claim": "claims",
@@ -81,6 +83,7 @@ __all__ = [
     "Row",
     "SchedulerPlayground",
     "Span",
+    "WindowExplorer",
     "block_map",
     "claim",
     "engine_rows",

@@ -12,6 +12,7 @@ from kvlab.book.calculators.kinds import (
     MemoryCalculator,
     RooflineCalculator,
 )
+from kvlab.book.calculators.windows import WindowExplorer
 
 __all__ = [
     "Asked",
@@ -25,4 +26,5 @@ __all__ = [
     "RooflineCalculator",
     "SchedulerPlayground",
     "Timed",
+    "WindowExplorer",
 ]
