@@ -186,3 +186,28 @@ def test_compile_without_a_compiler_ends_in_one_clear_line(tmp_path: Path) -> No
     assert "no C++ compiler was found" in done.stderr
     assert "apt install g++" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_endless_answer_ends_at_ctrl_c_and_says_what_it_held() -> None:
+    words = [*KVLAB, "generate", "--prompt", "O", "--endless", "--cache", "streaming:4+28"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        start = run.stdout.read(400)  # some hundred tokens: past the window
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "the cache holds 32 in" in (start + out).splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def test_a_cache_of_few_tokens_by_name() -> None:
+    kinds = ("full", "window:24", "streaming:4+20", "h2o:12+12", "snapkv:24")
+    answers = {
+        kind: json.loads(
+            kvlab("generate", "--prompt", "O Romeo, " * 8, "--cache", kind, "--max-new-tokens", "24", "--json").stdout
+        )
+        for kind in kinds
+    }
+    bytes_ = {kind: answer["kv_bytes"] for kind, answer in answers.items()}
+    assert bytes_["window:24"] == bytes_["streaming:4+20"] == bytes_["h2o:12+12"] < bytes_["snapkv:24"] < bytes_["full"]
+    assert len({answer["text"] for answer in answers.values()}) > 1
