@@ -133,6 +133,26 @@ def test_snapkv_equals_one_masked_pass(model: GPT, sizes: list[int]) -> None:
     torch.testing.assert_close(got[0], oracle(model, tokens[0], sizes, "snapkv", **numbers), **CLOSE)
 
 
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+def test_chunks_after_heads_have_parted(model: GPT, policy: str) -> None:
+    """Each head has a mask of its own then, and each of its query heads must get it."""
+    sizes = [28, 5, 1, 6, 4]
+    tokens = tokens_of(model, 1, sum(sizes))
+    numbers = {"heavy": 6, "recent": 2} if policy == "h2o" else {"budget": 8, "observed": 3, "pool": 1}
+    cache: HeavyHitterCache | SnapKVCache = h2o(model, 6, 2) if policy == "h2o" else snapkv(model, 8, pool=1)
+    first = model(tokens[:, :28], cache)
+    kept = cache.positions[0, 0].sort(dim=-1).values
+    assert not torch.equal(kept[0], kept[1])
+    got = torch.cat((first, read(model, tokens[:, 28:], cache, sizes[1:])), dim=1)
+    torch.testing.assert_close(got[0], oracle(model, tokens[0], sizes, policy, **numbers), **CLOSE)
+
+
+def test_a_prompt_after_a_pass_of_padding_alone(model: GPT) -> None:
+    tokens, cache = tokens_of(model, 1, 5), h2o(model, 4, 3)
+    model(tokens[:, :1], cache, positions=torch.tensor([[-1]]))
+    torch.testing.assert_close(model(tokens, cache), model(tokens, h2o(model, 4, 3)), **CLOSE)
+
+
 def test_h2o_after_single_tokens_a_chunk_and_single_tokens_again(model: GPT) -> None:
     sizes = [1, 1, 1, 9, 1, 1, 4, 1, 1, 1]
     tokens = tokens_of(model, 1, sum(sizes))
@@ -166,6 +186,20 @@ def test_scores_summed_over_the_batch_rows_evict_what_each_would_alone(model: GP
             held = alone[row].positions[:, 0].sort(dim=-1).values[..., : alone[row].length]
             assert torch.equal(together.positions[:, row].sort(dim=-1).values[..., : held.shape[2]], held)
         assert together.lengths == [cache.length for cache in alone]
+
+
+def test_a_row_that_waits_forgets_nothing(model: GPT) -> None:
+    """Full rows, one of which is padding for some steps: it evicts only when it brings a token."""
+    tokens, both, alone = tokens_of(model, 2, 16), h2o(model, 4, 3, 2), h2o(model, 4, 3)
+    model(tokens[:, :10], both)
+    model(tokens[1:, :10], alone)
+    for step in range(3):
+        model(tokens[:, 10 + step : 11 + step], both, positions=torch.tensor([[10 + step], [-1]]))
+        assert both.lengths == [7, 7]
+    for step in range(3):
+        token = tokens[:, 10 + step : 11 + step]
+        together = model(token, both, positions=torch.tensor([[13 + step], [10 + step]]))
+        torch.testing.assert_close(together[1], model(token[1:], alone)[0], **CLOSE)
 
 
 def test_eviction_once_a_prompt_length_is_bounded_after_every_step(model: GPT) -> None:
@@ -239,14 +273,20 @@ def test_forks_selected_rows_and_reset(model: GPT, make) -> None:
     tokens, cache = tokens_of(model, 2, 20), make(model)
     fresh = read(model, tokens, make(model), [12] + [1] * 8)
     first = model(tokens[:, :12], cache)
-    twin, swapped = cache.fork(), cache.fork()
+    twin, swapped, other = cache.fork(), cache.fork(), cache.fork()
+    other.reset()  # none of the others' business
     swapped.select([1, 0, 1])
     torch.testing.assert_close(read(model, tokens[:, 12:], twin, [1] * 8), fresh[:, 12:], **CLOSE)
     rows = [1, 0, 1]
     torch.testing.assert_close(read(model, tokens[rows, 12:], swapped, [1] * 8), fresh[rows, 12:], **CLOSE)
     torch.testing.assert_close(read(model, tokens[:, 12:], cache, [1] * 8), fresh[:, 12:], **CLOSE)
     cache.reset()
+    assert (cache.length, cache.tokens_seen) == (0, 0)
     torch.testing.assert_close(model(tokens[:, :12], cache), first, **CLOSE)
+    cache.reset()
+    torch.testing.assert_close(
+        read(model, tokens, cache, [1] * 20), read(model, tokens, make(model), [1] * 20), **CLOSE
+    )
 
 
 def test_nothing_can_be_taken_back(model: GPT) -> None:
