@@ -283,8 +283,9 @@ class CachePolicyExplorer:
         key = (self.prompt.value, kind, self.chunk.value)
         if key not in self._courses:
             judge = None if kind == "contiguous" else self.full.answer
-            settings = {"new_tokens": self._new_tokens, "chunk": self.chunk.value or None, "reference": judge}
-            self._courses[key] = follow(self._lm, self._prompts[self.prompt.value], kind, **settings)
+            text, chunk = self._prompts[self.prompt.value], self.chunk.value or None
+            run = follow(self._lm, text, kind, new_tokens=self._new_tokens, chunk=chunk, reference=judge)
+            self._courses[key] = run
         return self._courses[key]
 
     def _show(self, _: Any = None) -> None:
