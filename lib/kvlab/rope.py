@@ -46,7 +46,7 @@ class Rope(nn.Module):
 
 
 def angles(config: ModelConfig, positions: Int[Tensor, "*at"]) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of any positions, also beyond the model's context: float32, [*at, head_dim / 2].
+    """Cosines and sines of any positions, also beyond the model's context: float32, ``[*at, head_dim / 2]``.
 
     Args:
         config: the model's shape.
