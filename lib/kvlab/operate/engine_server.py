@@ -62,6 +62,7 @@ class _Stream:
     async def __anext__(self) -> bytes:
         piece = await self._pieces.get()
         if piece is None:
+            self._pieces.put_nowait(None)  # whoever asks again gets the same answer
             raise StopAsyncIteration
         return piece
 
