@@ -130,10 +130,15 @@ def _or(tokens: int | None, otherwise: int) -> int:
     return otherwise if tokens is None else tokens
 
 
+def in_a_terminal() -> bool:
+    """Whether somebody watches standard error."""
+    return sys.stderr.isatty()
+
+
 @contextmanager
 def _progress() -> Iterator[Tell]:
     """Progress on standard error: a bar in a terminal, a line now and then elsewhere."""
-    if not sys.stderr.isatty():
+    if not in_a_terminal():
         yield _Lines()
         return
     from rich.console import Console

@@ -108,13 +108,20 @@ class Answer:
         """Take the server's counts. llama.cpp's server has them in ``timings`` even where nobody asks for usage."""
         usage, timings = event.get("usage"), event.get("timings")
         if isinstance(usage, dict):
-            self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
-            self.output_tokens = usage.get("completion_tokens", self.output_tokens)
-            details = usage.get("prompt_tokens_details") or {}
-            self.cached_tokens = details.get("cached_tokens", self.cached_tokens)
+            details = usage.get("prompt_tokens_details")
+            self.prompt_tokens = _number(usage, "prompt_tokens", self.prompt_tokens)
+            self.output_tokens = _number(usage, "completion_tokens", self.output_tokens)
+            self.cached_tokens = _number(details, "cached_tokens", self.cached_tokens)
         elif isinstance(timings, dict) and "predicted_n" in timings:
-            self.output_tokens, self.cached_tokens = timings["predicted_n"], timings.get("cache_n", 0)
-            self.prompt_tokens = timings.get("prompt_n", 0) + self.cached_tokens
+            self.output_tokens = _number(timings, "predicted_n", None)
+            self.cached_tokens = _number(timings, "cache_n", 0)
+            self.prompt_tokens = (_number(timings, "prompt_n", 0) or 0) + (self.cached_tokens or 0)
+
+
+def _number(counts: Any, name: str, otherwise: int | None) -> int | None:
+    """A count of the server's, if it is one."""
+    found = counts.get(name) if isinstance(counts, dict) else None
+    return found if isinstance(found, int) else otherwise
 
 
 def _silent(text: object, finish: str | None, opens: bool) -> bool:

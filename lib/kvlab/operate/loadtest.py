@@ -88,9 +88,9 @@ async def run(
     """
     from kvlab.operate.probing import learn
 
+    arrivals = load.arrivals()
     async with Client(target, transport) as client:
         dialect, writer = await learn(client, load.tokenizer)
-        arrivals = load.arrivals()
         await _warm_up(client, [_question(client, dialect, writer, each) for each in _fresh(arrivals, load.warmup)])
         questions = [_question(client, dialect, writer, arrival) for arrival in arrivals]
         run = _Run(client, questions, tell)

@@ -23,8 +23,8 @@ _COMMON = """
     out many then them these so some her would make like him into has look two more write go see no could than first
     been who its now find long down did get come made may over new sound take only little know live me give most very
     after just good sentence man think say great where help through much before too means old any same tell boy follow
-    came want show also around form three small set put does another well large must big even such because turn here why ask
-    went men read need land different us move try
+    came want show also around form three small set put does another well large must big even such because turn here
+    why ask went men read need land different us move try
 """
 
 #: Words that are one token of most vocabularies when a space stands before them.
@@ -104,7 +104,9 @@ def words_of(tokenizer: Path) -> tuple[str, ...]:
 
 
 def _is_one_token(rules: Any, word: str) -> bool:
-    def count(text: str) -> int:
-        return len(rules.encode(text, add_special_tokens=False).ids)
+    def ids(text: str) -> list[int]:
+        return list(rules.encode(text, add_special_tokens=False).ids)
 
-    return count(word) == 1 and count(f"the {word}") - count("the") == 1
+    alone = ids(word)
+    # A vocabulary that lacks some letters drops them, and what is left may well be one token.
+    return len(alone) == 1 and rules.decode(alone).strip() == word and len(ids(f"the {word}")) == len(ids("the")) + 1

@@ -98,7 +98,9 @@ class Load:
         asked = workload(self.workload)
         if self.burstiness is not None:
             asked = replace(asked, gap_cv=self.burstiness)
-        return list(arrivals(asked, rate=self.rate or 1.0, requests=self.requests, seed=self.seed))
+        return list(
+            arrivals(asked, rate=1.0 if self.rate is None else self.rate, requests=self.requests, seed=self.seed)
+        )
 
 
 def read_trace(path: Path, requests: int) -> Iterator[Arrival]:
@@ -130,6 +132,8 @@ def read_trace(path: Path, requests: int) -> Iterator[Arrival]:
 
 def _row(line: Mapping[str, Any], number: int) -> tuple[float, int, int]:
     """Time, prompt tokens and output tokens of a line."""
+    if not isinstance(line, Mapping):
+        raise ConfigError(f"request {number} of the trace is {line!r}; it must be an object with {', '.join(_COLUMNS)}")
     found = []
     for name, spellings in _COLUMNS.items():
         spelled = next((spelling for spelling in spellings if spelling in line), None)
