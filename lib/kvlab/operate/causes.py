@@ -31,6 +31,8 @@ class Found:
 
 
 Rule = Callable[[Facts], Found | None]
+# Part of the time between tokens that may pass in stalls before anybody is to blame.
+_STALLS = 0.12
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,10 @@ def _slow_beginning(f: Facts, ttft: Distribution) -> Found | None:
     if one_by_one and ttft.mean > 2 * one_by_one and ttft.mean > 10 * (gap or 0):
         text = f"they took {seconds(ttft.mean)} on average, more than reading the prompt token by token would"
         return Found(f.share(ttft.sum), (seen, text))
-    alike = f.prompts is None or _spread(f.prompts) <= 5
+    alike = f.prompts is not None and _spread(f.prompts) <= 5
     if median and top and alike and top[0] >= 5 * median[1]:
         slow, lost = ttft.above(5 * median[1])
-        if slow <= 0.5 * ttft.count:
+        if slow <= 0.5 * ttft.count and lost >= 0.3 * ttft.sum:
             text = f"{slow:,.0f} of them took {seconds(top[0])} or more, half at most {seconds(median[1])}"
             return Found(f.share(lost), (seen, text))
     return None
@@ -175,13 +177,13 @@ def _slow_beginning(f: Facts, ttft: Distribution) -> Found | None:
 def _prefill_interference(f: Facts) -> Found | None:
     """Streams stall while the prompts of others are read in the same steps.
 
-    At least a twentieth of the time between tokens passes in gaps of 1.5 typical gaps or more, prompts were read
-    meanwhile, and their reading is long enough to explain it (a second of prefill stalls every stream in the batch for
-    a second, so stalls beyond that have another reason, such as preemption). Real vLLM: 0.6 % healthy, 17 % with
-    prompts of 1,900 tokens read at once, still more gaps but shorter ones with a budget of 256 tokens.
+    An eighth of the time between tokens or so passes in gaps of 1.5 typical gaps or more, prompts were read meanwhile,
+    and their reading is long enough to explain it: a second of prefill stalls every stream in the batch for a second,
+    so stalls beyond that have another reason, such as preemption. Real vLLM: 0.6 to 5 % healthy, 17 % with prompts of
+    1,900 tokens read at once; with a budget of 256 tokens the gaps are shorter, and more.
     """
     edge, n, lost = f.stalls
-    if f.itl is None or f.stall_share < 0.05 or not f.prompt_tokens or not _reads_explain(f, lost):
+    if f.itl is None or f.stall_share < _STALLS or not f.prompt_tokens or not _reads_explain(f, lost):
         return None
     typical = f.typical_gap or 0.0
     evidence = [
@@ -207,7 +209,7 @@ def _decode_batch_growth(f: Facts) -> Found | None:
     answers streamed in a load test), or a promise that the median answer breaks. The gap must have grown by 60 %: real
     vLLM grows by a third from 1 to 16 on a CPU, and that is a good bargain.
     """
-    if f.itl is None or f.stall_share >= 0.05:
+    if f.itl is None or f.stall_share >= _STALLS:
         return None
     few, many, fast, slow = _compared(f)
     if few and many >= 2 * few and slow >= 1.6 * fast:
@@ -272,8 +274,11 @@ def _preemption(f: Facts) -> Found | None:
 
     vLLM counts a preemption when the request emits its next token, which may be half a minute late. So there is a live
     sign as well: somebody waits, the pool is four fifths full or more, and either requests that had begun do not run,
-    or no prompt was read between two reads.
+    or no prompt was read between two reads. A client alone sees it too: gaps within answers that no reading of prompts
+    explains, and that last ten times as long as one takes.
     """
+    if f.engine is None:
+        return _unexplained_stalls(f)
     served = max(f.finished or 0.0, f.begun or 0.0, 1.0)
     counted = (f.preemptions or 0.0) / served
     live = f.waiting_share > 0 and bool(f.kv_usage) and f.kv_usage[-1] >= 0.8
@@ -295,6 +300,21 @@ def _preemption(f: Facts) -> Found | None:
     return Found(max(f.waiting_share, f.share(f.stalls[2]), min(counted / 2, 0.5)), tuple(evidence))
 
 
+def _unexplained_stalls(f: Facts) -> Found | None:
+    edge, n, lost = f.stalls
+    longest = f.itl.bounds(100) if f.itl else None
+    if longest is None or f.stall_share < _STALLS or not f.prefill or _reads_explain(f, lost):
+        return None
+    if longest[1] < 10 * f.prefill.mean:
+        return None
+    text = (
+        f"{n:,.0f} gaps within answers lasted {seconds(edge)} or more, up to {seconds(longest[1])}, and reading a "
+        f"prompt takes {seconds(f.prefill.mean)}: the answers were thrown out and computed again, or the network "
+        f"stalled"
+    )
+    return Found(f.share(lost), (text,))
+
+
 def _kv_pool_nearly_full(f: Facts) -> Found | None:
     """Nine tenths of the KV pool are held: the next long answers will be preempted, or wait."""
     if not f.kv_usage or f.kv_usage[-1] < 0.9:
@@ -303,59 +323,72 @@ def _kv_pool_nearly_full(f: Facts) -> Found | None:
 
 
 def _prefix_cache_off(f: Facts) -> Found | None:
-    """The prefix cache is switched off, and reading prompts takes a tenth of the time. (It is on by default.)"""
+    """The prefix cache is switched off, and reading prompts takes a fifth of the time, with the stalls that it makes.
+
+    It is on by default, so somebody chose this.
+    """
     reading = f.share(f.prefill.sum if f.prefill else None)
-    if f.prefix_caching is not False or reading < 0.1 or not _spans_blocks(f):
+    lost = min(reading + f.share(f.stalls[2]), 1.0)
+    if f.prefix_caching is not False or lost < 0.2 or not _spans_blocks(f):
         return None
-    text = f"enable_prefix_caching is False; prompts of {f.mean_prompt:,.0f} tokens take {reading:.0%} of the time"
-    return Found(min(reading + f.share(f.stalls[2]), 1.0), (text,))
+    text = f"enable_prefix_caching is False; reading prompts of {f.mean_prompt:,.0f} tokens takes {reading:.0%} of the"
+    return Found(lost, (f"{text} time, and {f.share(f.stalls[2]):.0%} passes in stalls of others",))
 
 
 def _prefix_cache_useless(f: Facts) -> Found | None:
     """The prefix cache is on and finds nothing, although every prompt is longer than several blocks.
 
-    Eight requests at least, so that they could have shared something; a tenth of the time goes into reading. Prompts
-    that are longer than a step holds (2,048 tokens, vLLM's smallest default) are long whoever shares them: then this
-    comes after the length.
+    Eight requests at least, so that they could have shared something; a tenth of the time goes into reading, a quarter
+    with the stalls that it makes for others. Less is what reading costs on a healthy server; and where streams lose
+    twice as much as those who wait for their prompt, the stalls are the trouble. Prompts that are longer than a step
+    holds (2,048 tokens, vLLM's smallest default) are long whoever shares them: then this comes after the length.
     """
     reading = f.share(f.prefill.sum if f.prefill else None)
     if f.prefix_caching is False or f.hit_rate is None or f.hit_rate >= 0.05 or reading < 0.1:
         return None
-    if (f.begun or 0) < 8 or not _spans_blocks(f):
+    stalls = f.share(f.stalls[2])
+    lost = min(reading + stalls, 1.0)
+    if (f.begun or 0) < 8 or not _spans_blocks(f) or lost < 0.25 or reading < 0.5 * stalls:
         return None
-    lost = min(reading + f.share(f.stalls[2]), 1.0)
     text = f"{f.prefix_hits or 0:,.0f} of {f.prefix_queries:,.0f} prompt tokens were found ({f.hit_rate:.1%})"
     more = f"prompts have {f.mean_prompt:,.0f} tokens, and reading them takes {reading:.0%} of the time"
     return Found(lost if (f.mean_prompt or 0) <= 2048 else lost / 2, (text, more))
 
 
 def _spans_blocks(f: Facts) -> bool:
-    """Whether prompts are long enough to share whole blocks; vLLM on a GPU has 16 tokens in one, on a CPU 128."""
-    return (f.mean_prompt or 0) >= 4 * (f.block_size or 16)
+    """Whether prompts are long enough to share whole blocks; vLLM has 128 tokens in one at most (on a CPU)."""
+    return (f.mean_prompt or 0) >= 4 * (f.block_size or 128)
 
 
 def _prefix_cache_leak(f: Facts) -> Found | None:
     """Blocks are held by nobody's requests.
 
-    Nobody runs and nobody waits, and yet a twentieth of the pool is held; or more is held than those who run could fill
-    with the longest prompt and the longest answer that was seen, half as much again.
+    Nobody runs and nobody waits, and yet a twentieth of the pool is held.
     """
     if not f.kv_usage or not f.running or not f.waiting:
         return None
+    if any((*f.running, *f.waiting)):
+        return _more_than_requests_hold(f)
     held = min(f.kv_usage)
-    if not any((*f.running, *f.waiting)):
-        if held < 0.05:
-            return None
-        return Found(held, (f"{_percents(f.kv_usage)} of the KV pool are held, and no request runs or waits",))
-    if f.prompts is None or f.answers is None or not f.pool_tokens:
+    if held < 0.05:
+        return None
+    return Found(held, (f"{_percents(f.kv_usage)} of the KV pool are held, and no request runs or waits",))
+
+
+def _more_than_requests_hold(f: Facts) -> Found | None:
+    """More is held than those who run could fill with the longest prompt and the longest answer that was seen, half as
+    much again; and it grows while they do not, or the prefix cache finds less than it did."""
+    fell = f.hit_rate is not None and f.hit_rate_before is not None and f.hit_rate < 0.8 * f.hit_rate_before
+    grew = f.kv_usage[-1] > f.kv_usage[0] and f.running[-1] <= f.running[0] and not f.waiting[-1]
+    if f.prompts is None or f.answers is None or not f.pool_tokens or not (fell or grew):
         return None
     longest = sum(top[1] for each in (f.prompts, f.answers) if (top := each.bounds(100))) + (f.block_size or 16)
-    most, tokens = max(f.running) * longest, held * f.pool_tokens
-    if held < 0.3 or tokens < 1.5 * most:
+    most, tokens = max(f.running) * longest, min(f.kv_usage) * f.pool_tokens
+    if min(f.kv_usage) < 0.3 or tokens < 1.5 * most:
         return None
     text = f"{tokens:,.0f} tokens of KV are held by {max(f.running):,.0f} requests of {longest:,.0f} tokens at most"
     evidence = [text]
-    if f.hit_rate is not None and f.hit_rate_before and f.hit_rate < 0.8 * f.hit_rate_before:
+    if fell:
         evidence.append(f"the hit rate of the prefix cache fell from {f.hit_rate_before:.0%} to {f.hit_rate:.0%}")
     return Found(1 - most / tokens, tuple(evidence))
 
@@ -394,9 +427,9 @@ def _client_lag(f: Facts) -> Found | None:
     A fifth of the first token's time. A client and its server differ by a few milliseconds on one machine; so half of
     the time between them counts only where it is also worth five tokens.
     """
-    if f.send_lag and f.client_ttft and f.send_lag.mean >= 0.2 * f.client_ttft.mean:
+    if f.send_lag and f.client_ttft and f.send_lag.mean > 0 and f.send_lag.mean >= 0.2 * f.client_ttft.mean:
         text = f"requests left {seconds(f.send_lag.mean)} after they were meant to, on average"
-        return Found(f.send_lag.sum / max(f.user_seconds or 0, f.client_ttft.sum), (text,))
+        return Found(f.share(f.send_lag.sum), (text,))
     if f.engine and f.client_ttft and f.ttft:
         between = f.client_ttft.mean - f.ttft.mean
         if between >= 0.5 * f.client_ttft.mean and between >= 5 * (f.typical_gap or 0):
@@ -410,13 +443,13 @@ def _client_lag(f: Facts) -> Found | None:
 def _buffering_proxy(f: Facts) -> Found | None:
     """Tokens arrive in bursts: something between server and client holds the stream back.
 
-    Half of the gaps are next to nothing beside the time that a chunk took on average. A server that puts several tokens
-    into a chunk has no such gaps.
+    The load test sees it in the rhythm of the chunks (:mod:`kvlab.operate.artefacts`); a server that puts several
+    tokens into a chunk keeps a rhythm. It spoils every time that a client measures: half is lost, or what the server
+    says.
     """
-    if f.bursts is None or f.bursts < 0.5:
+    if f.buffered is None:
         return None
-    evidence = [f"{f.bursts:.0%} of the gaps between chunks are next to nothing: they arrive in bursts"]
-    lost = 0.5
+    evidence, lost = [f.buffered], 0.5
     if f.engine and f.client_ttft and f.ttft:
         lost = max(lost, 1 - f.ttft.mean / f.client_ttft.mean)
         evidence.append(f"a first token takes {seconds(f.client_ttft.mean)} here, {seconds(f.ttft.mean)} at the server")
@@ -427,7 +460,7 @@ def _slow_client(f: Facts) -> Found | None:
     """The server has given tokens faster than the client took them. Needs both sides."""
     if f.engine is None or f.client_tpot is None or f.itl is None or not f.itl.count:
         return None
-    if f.client_tpot.mean < 1.5 * f.itl.mean or (f.bursts or 0) >= 0.5:
+    if f.client_tpot.mean < 1.5 * f.itl.mean:
         return None
     text = f"a token takes {seconds(f.client_tpot.mean)} at the client and {seconds(f.itl.mean)} at the server"
     return Found(1 - f.itl.mean / f.client_tpot.mean, (text,))
@@ -450,6 +483,7 @@ def _spread(values: Distribution) -> float:
 
 _TIMES_OF_A_CLIENT = ("queueing", "long-prefill", "prefill-interference", "cold-start", "decode-batch-growth")
 
+#: Of two that are equally strong the one that stands first here is named first.
 CAUSES: tuple[Cause, ...] = (
     Cause(
         "queueing",
@@ -471,6 +505,28 @@ CAUSES: tuple[Cause, ...] = (
         ("--max-num-queued-reqs", "--max-num-queued-tokens"),
         "20_load_testing",
         ("queueing", "server-errors"),
+    ),
+    Cause(
+        "prefix-cache-off",
+        "The prefix cache is switched off, and prompts are read whole every time",
+        _prefix_cache_off,
+        "Do prompts share a beginning, such as a system prompt, few-shot examples or earlier turns?",
+        "Switch it on; it is on by default, and costs next to nothing where nothing is shared.",
+        ("--enable-prefix-caching",),
+        "13_paged_kv",
+        ("long-prefill", "prefill-interference"),
+    ),
+    Cause(
+        "prefix-cache-useless",
+        "The prefix cache finds nothing: every prompt is read from its first token",
+        _prefix_cache_useless,
+        "Compare two prompts token by token: a date, a user's name or an id at the front makes all that follows new. "
+        "Only whole blocks are shared.",
+        "Put what is the same first and what differs last; send the turns of a conversation to the same replica. If "
+        "the prompts have nothing in common, the cache cannot help: shorten them, or spread the reading.",
+        ("--enable-prefix-caching", "--block-size"),
+        "13_paged_kv",
+        ("prefill-interference",),
     ),
     Cause(
         "long-prefill",
@@ -536,29 +592,7 @@ CAUSES: tuple[Cause, ...] = (
         "that; keep the compile cache between starts.",
         ("--optimization-level",),
         "20_load_testing",
-        ("long-prefill", "prefill-interference", "prefix-cache-useless"),
-    ),
-    Cause(
-        "prefix-cache-off",
-        "The prefix cache is switched off, and prompts are read whole every time",
-        _prefix_cache_off,
-        "Do prompts share a beginning, such as a system prompt, few-shot examples or earlier turns?",
-        "Switch it on; it is on by default, and costs next to nothing where nothing is shared.",
-        ("--enable-prefix-caching",),
-        "13_paged_kv",
-        ("long-prefill", "prefill-interference"),
-    ),
-    Cause(
-        "prefix-cache-useless",
-        "The prefix cache finds nothing: every prompt is read from its first token",
-        _prefix_cache_useless,
-        "Compare two prompts token by token: a date, a user's name or an id at the front makes all that follows new. "
-        "Only whole blocks are shared.",
-        "Put what is the same first and what differs last; send the turns of a conversation to the same replica. If "
-        "the prompts have nothing in common, the cache cannot help: shorten them, or spread the reading.",
-        ("--enable-prefix-caching", "--block-size"),
-        "13_paged_kv",
-        ("prefill-interference",),
+        ("queueing", "long-prefill", "prefill-interference", "prefix-cache-useless"),
     ),
     Cause(
         "prefix-cache-leak",

@@ -26,7 +26,7 @@ class Facts:
         notes: what is odd about it, a sentence each.
         engine: who wrote the metrics page; None where no page was read.
         restarted: a counter ran backwards between the reads: the server is a new one.
-        running: requests in the batch, at each read.
+        running: requests in the batch, at each read; of a client, answers that streamed at once, on average.
         waiting: requests that wait, preempted ones among them, at each read.
         kv_usage: part of the KV pool that is held, 0 to 1, at each read; of several engines the fullest.
         pool_tokens: that the KV pool holds.
@@ -40,8 +40,8 @@ class Facts:
         prompt_tokens: of those who began, cached ones among them.
         output_tokens: generated.
         steps: of the engine that gave tokens.
-        prompts: tokens of a prompt.
-        answers: tokens of an answer.
+        prompts: tokens of a prompt; of those who finished since the server started.
+        answers: tokens of an answer; likewise.
         ttft: to the first token.
         queue: before the first step; of finished requests on a server, estimated from a client.
         prefill: from the first step to the first token; likewise.
@@ -63,7 +63,7 @@ class Facts:
         client_ttft: to the first token, as a client saw it, from the time that it meant to send.
         client_tpot: for each token after it, as a client saw it.
         send_lag: from the time that the client meant to send to the time that it did.
-        bursts: part of the gaps of a stream that are next to nothing, 0 to 1.
+        buffered: how streams were held back on their way, in the words of the load test; None where they were not.
         early_ttft: of the first requests of a run, their median; where no warm-up came before.
         late_ttft: median of the others.
         slo_tpot: the longest time for a token that was promised.
@@ -111,7 +111,7 @@ class Facts:
     client_ttft: Distribution | None = None
     client_tpot: Distribution | None = None
     send_lag: Distribution | None = None
-    bursts: float | None = None
+    buffered: str | None = None
     early_ttft: float | None = None
     late_ttft: float | None = None
     slo_tpot: float | None = None
@@ -293,7 +293,7 @@ class _Window:
 
 
 def _from_vllm(before: Page | None, after: Page) -> Facts:
-    window = _Window(before, after)
+    window, whole = _Window(before, after), _Window(None, after)
     ended, began = after.total("e2e_request_latency_seconds_count"), after.total("time_to_first_token_seconds_count")
     queries, hits = (window.moved(f"prefix_cache_{each}_total") for each in ("queries", "hits"))
     caching = after.label("cache_config_info", "enable_prefix_caching")
@@ -313,8 +313,8 @@ def _from_vllm(before: Page | None, after: Page) -> Facts:
         prompt_tokens=window.moved("prompt_tokens_total"),
         output_tokens=window.moved("generation_tokens_total"),
         steps=window.moved("iteration_tokens_total_count"),
-        prompts=window.spread("request_prompt_tokens"),
-        answers=window.spread("request_generation_tokens"),
+        prompts=whole.spread("request_prompt_tokens"),
+        answers=whole.spread("request_generation_tokens"),
         ttft=window.spread("time_to_first_token_seconds"),
         queue=window.spread("request_queue_time_seconds"),
         prefill=window.spread("request_prefill_time_seconds"),
