@@ -137,7 +137,7 @@ def test_silence_is_given_up_earlier() -> None:
     result = one(chunk("a"), then=never, silence_s=5.0, limit_s=100.0)
     assert outcome(result) == ("timeout", 1)
     assert "nothing came for 5 s" in said(result)
-    assert result.seconds == pytest.approx(5.0)
+    assert 5.0 <= result.seconds <= 5.25
 
 
 def test_a_server_that_never_answers_at_all() -> None:
@@ -157,7 +157,7 @@ def test_a_server_that_never_answers_at_all() -> None:
 def test_a_stream_left_open_after_the_answer_is_closed_by_us(over: tuple[bytes, ...]) -> None:
     result = one(*over, then=never)
     assert outcome(result) == (None, 3)
-    assert result.seconds == pytest.approx(5.0)
+    assert 5.0 <= result.seconds <= 5.25
     assert result.records[0].e2e == 0
 
 

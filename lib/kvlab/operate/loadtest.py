@@ -10,6 +10,7 @@ no error inside the stream, a finish reason. Tokens are the server's own count.
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -141,6 +142,9 @@ class _Run:
         Returns:
             Whether it was interrupted.
         """
+        # What exists now is not looked through again for garbage: with a large library loaded that takes tens of
+        # milliseconds, in which nothing is read.
+        gc.freeze()
         watcher = asyncio.create_task(self._watch())
         self.client.restart()
         interrupted = False
@@ -150,6 +154,7 @@ class _Run:
             interrupted = True
         finally:
             watcher.cancel()
+            gc.unfreeze()
         self._say()
         return interrupted
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
 from kvlab.errors import MeasureError
-
-_LINE_END = re.compile(rb"\r\n|\n|\r")
 
 #: A line that grows beyond this is no event of a language model, and would fill the memory.
 _LONGEST_LINE = 16 * 2**20
@@ -39,11 +35,13 @@ class EventStream:
         if chunk:
             self._after_cr = chunk.endswith(b"\r")
         self._rest += chunk
-        *lines, rest = _LINE_END.split(bytes(self._rest))
-        if len(rest) > _LONGEST_LINE:
-            raise MeasureError(f"a line of the event stream is longer than {_LONGEST_LINE:,} bytes")
-        self._rest = bytearray(rest)
-        return [data for line in lines if (data := self._line(line)) is not None]
+        lines = bytes(self._rest).splitlines(keepends=True)
+        self._rest.clear()
+        if lines and not lines[-1].endswith((b"\n", b"\r")):
+            self._rest += lines.pop()
+            if len(self._rest) > _LONGEST_LINE:
+                raise MeasureError(f"a line of the event stream is longer than {_LONGEST_LINE:,} bytes")
+        return [data for line in lines if (data := self._line(line.rstrip(b"\r\n"))) is not None]
 
     def close(self) -> list[str]:
         """The data of an event that nothing ended; call it when the stream is over."""
