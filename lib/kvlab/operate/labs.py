@@ -12,12 +12,12 @@ remedy is applied, and everything is done once more. All is seeded: the figures 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
-from kvlab.config import Shape, shape_of
+from kvlab.config import shape_of
 from kvlab.errors import ConfigError, nearest
 from kvlab.operate.causes import cause
 from kvlab.operate.client import facts_of_loadtest
@@ -118,7 +118,7 @@ class Lab:
         price: what the remedy costs; empty where it costs nothing.
         shows: readings that show symptom and cure, see :meth:`Observed.reading`; the first one most clearly.
         before: with the fault.
-        after: with the remedy.
+        cure: what the remedy changes of it: fields of :class:`Scene`.
     """
 
     name: str
@@ -129,7 +129,12 @@ class Lab:
     price: str = ""
     shows: tuple[str, ...]
     before: Scene
-    after: Scene
+    cure: Mapping[str, Any]
+
+    @property
+    def after(self) -> Scene:
+        """The scene with the remedy."""
+        return replace(self.before, **self.cure)
 
     @property
     def chapter(self) -> str:
@@ -184,22 +189,21 @@ async def _play(scene: Scene) -> Observed:
         if scene.earlier is not None:
             await run(target, scene.earlier, transport=InProcess(server.answer))
         before = server.page()
-        answer = reduce(_behind, scene.path, server.answer)
+        answer: Handler = server.answer
+        for way in scene.path:
+            answer = way.between(answer)
         result = await run(target, scene.load, transport=InProcess(answer))
         after = server.page()
     return Observed(scene, result, (before, after), _known(scene, result, before, after))
-
-
-def _behind(answer: Handler, fault: PathFault) -> Handler:
-    return fault.between(answer)
 
 
 def _known(scene: Scene, result: Result, before: str, after: str) -> Facts:
     seen = facts(read_page(before), read_page(after), result.seconds)
     seen = together(seen, facts_of_loadtest(result.to_json()))
     model, hardware = scene.server.model, scene.server.hardware
-    named = isinstance(model, str) and isinstance(hardware, str) and seen.batch
-    return with_hardware(seen, model, hardware) if named else seen
+    if isinstance(model, str) and isinstance(hardware, str) and seen.batch:
+        return with_hardware(seen, model, hardware)
+    return seen
 
 
 def lab(name: str) -> Lab:
@@ -225,11 +229,6 @@ def _load(workload: str, requests: int, **settings: Any) -> Load:
     return Load(workload=workload, requests=requests, warmup=0, **settings)
 
 
-def _pair(scene: Scene, **changes: Any) -> dict[str, Scene]:
-    """A scene before its remedy, and after."""
-    return {"before": scene, "after": replace(scene, **changes)}
-
-
 LABS: tuple[Lab, ...] = (
     Lab(
         name="queue",
@@ -238,7 +237,8 @@ LABS: tuple[Lab, ...] = (
         cause="queueing",
         remedy="More seats (--max-num-seqs): the card was far from busy, and each step now serves more.",
         shows=("ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "output_tokens_per_s"),
-        **_pair(Scene(server=_server(max_running=4), load=_load("fixed:256/96", 60, rate=12)), server=_server()),
+        before=Scene(server=_server(max_running=4), load=_load("fixed:256/96", 60, rate=12)),
+        cure={"server": _server()},
     ),
     Lab(
         name="long-prompt",
@@ -248,26 +248,22 @@ LABS: tuple[Lab, ...] = (
         remedy="A shorter prompt: 700 tokens instead of 7,000.",
         price="What was left out of the prompt.",
         shows=("ttft_s.p50", "e2e_s.p50", "tpot_s.p50"),
-        **_pair(
-            Scene(server=_server(), load=_load("fixed:7000/48", 20, rate=1)),
-            load=_load("fixed:700/48", 20, rate=1),
-        ),
+        before=Scene(server=_server(), load=_load("fixed:7000/48", 20, rate=1)),
+        cure={"load": _load("fixed:700/48", 20, rate=1)},
     ),
     Lab(
         name="burst",
         symptom="Some requests are refused (503), and those that are not wait long for their first token.",
-        question="4 requests of 3,000 tokens come a second on average, in bursts. The queue holds 4. Who is turned away?",
+        question="4 requests of 3,000 tokens come a second, in bursts, and 4 may wait. Who is turned away?",
         cause="admission-limit",
         remedy="Clients spread their requests, and come back after growing pauses: the same rate without its bursts.",
         price="Whoever came in a burst waits at home instead.",
         shows=("failed", "completed", "ttft_s.p50"),
-        **_pair(
-            Scene(
-                server=_server(max_waiting=4, max_running=8),
-                load=_load("fixed:3000/64", 60, rate=4, burstiness=5),
-            ),
-            load=_load("fixed:3000/64", 60, rate=4, burstiness=0.3),
+        before=Scene(
+            server=_server(max_waiting=4, max_running=8),
+            load=_load("fixed:3000/64", 60, rate=4, burstiness=5),
         ),
+        cure={"load": _load("fixed:3000/64", 60, rate=4, burstiness=0.3)},
     ),
     Lab(
         name="stutter",
@@ -277,24 +273,20 @@ LABS: tuple[Lab, ...] = (
         remedy="A smaller token budget of a step (--max-num-batched-tokens 512): prompts are read in pieces.",
         price="First tokens of long prompts come later.",
         shows=("pause_s", "itl_s.max", "itl_s.p99", "ttft_s.p50"),
-        **_pair(
-            Scene(server=_server(token_budget=8192), load=_load("uniform:16-6000/80-160", 36, rate=4)),
-            server=_server(token_budget=512),
-        ),
+        before=Scene(server=_server(token_budget=8192), load=_load("uniform:16-6000/80-160", 36, rate=4)),
+        cure={"server": _server(token_budget=512)},
     ),
     Lab(
         name="large-batch",
         symptom="Every token is slow, evenly, since more people use it. Nobody waits for the first one.",
         question="6 ms a token are promised. Alone it takes 4.5; what takes longer with 30 others in the step?",
         cause="decode-batch-growth",
-        remedy="Fewer bytes a step: FP8 weights and an FP8 cache. (Fewer seats would keep the promise for those who run "
-        "and let the others wait: at this rate the queue would grow without end.)",
+        remedy="Fewer bytes a step: FP8 weights and an FP8 cache. (Fewer seats would keep the promise too, for those "
+        "who have one: the others would wait.)",
         price="A little accuracy, which chapter 10 measures.",
         shows=("tpot_s.p50", "goodput_per_s", "output_tokens_per_s"),
-        **_pair(
-            Scene(server=_server(), load=_load("shared-prefix", 64, rate=80, slo_tpot=0.006)),
-            server=_server(weights="fp8", kv="fp8"),
-        ),
+        before=Scene(server=_server(), load=_load("shared-prefix", 64, rate=80, slo_tpot=0.006)),
+        cure={"server": _server(weights="fp8", kv="fp8")},
     ),
     Lab(
         name="small-pool",
@@ -303,10 +295,8 @@ LABS: tuple[Lab, ...] = (
         cause="preemption",
         remedy="A larger pool: all the memory that weights and activations leave.",
         shows=("itl_s.max", "ttft_s.p99", "preemptions"),
-        **_pair(
-            Scene(server=_server(blocks=400), load=_load("fixed:256/192", 30, concurrency=24)),
-            server=_server(),
-        ),
+        before=Scene(server=_server(blocks=400), load=_load("fixed:256/192", 30, concurrency=24)),
+        cure={"server": _server()},
     ),
     Lab(
         name="past-the-context",
@@ -316,10 +306,8 @@ LABS: tuple[Lab, ...] = (
         remedy="Prompts are cut so that the answer fits beside them.",
         price="What was cut.",
         shows=("failed", "completed", "output_tokens_per_s"),
-        **_pair(
-            Scene(server=_server(), load=_load("uniform:7700-8500/256-256", 16, rate=0.3)),
-            load=_load("uniform:6900-7900/256-256", 16, rate=0.3),
-        ),
+        before=Scene(server=_server(), load=_load("uniform:7700-8500/256-256", 16, rate=0.3)),
+        cure={"load": _load("uniform:6900-7900/256-256", 16, rate=0.3)},
     ),
     Lab(
         name="cold-start",
@@ -329,10 +317,8 @@ LABS: tuple[Lab, ...] = (
         remedy="Warm up with requests of the real shapes before the server gets traffic.",
         price="A start that takes some seconds longer.",
         shows=("ttft_s.max", "ttft_s.p99", "ttft_s.p50"),
-        **_pair(
-            Scene(server=_server(), load=_load("fixed:256/48", 40, rate=1), engine=(ColdStart(1.0),)),
-            earlier=_load("uniform:16-512/8-48", 16, concurrency=8),
-        ),
+        before=Scene(server=_server(), load=_load("fixed:256/48", 40, rate=1), engine=(ColdStart(1.0),)),
+        cure={"earlier": _load("uniform:16-512/8-48", 16, concurrency=8)},
     ),
     Lab(
         name="proxy",
@@ -341,10 +327,8 @@ LABS: tuple[Lab, ...] = (
         cause="buffering-proxy",
         remedy="The proxy passes every event on at once (proxy_buffering off).",
         shows=("ttft_s.p50", "pause_s", "itl_s.p50", "tpot_s.p50"),
-        **_pair(
-            Scene(server=_server(), load=_load("fixed:256/96", 30, rate=4), path=(BufferingProxy(4096),)),
-            path=(),
-        ),
+        before=Scene(server=_server(), load=_load("fixed:256/96", 30, rate=4), path=(BufferingProxy(4096),)),
+        cure={"path": ()},
     ),
     Lab(
         name="slow-client",
@@ -353,10 +337,8 @@ LABS: tuple[Lab, ...] = (
         cause="slow-client",
         remedy="The client reads in a loop of its own, and stores elsewhere.",
         shows=("tpot_s.p50", "e2e_s.p50", "ttft_s.p50"),
-        **_pair(
-            Scene(server=_server(), load=_load("fixed:256/96", 40, rate=8), path=(SlowReader(0.012),)),
-            path=(),
-        ),
+        before=Scene(server=_server(), load=_load("fixed:256/96", 40, rate=8), path=(SlowReader(0.012),)),
+        cure={"path": ()},
     ),
     Lab(
         name="busy-client",
@@ -365,10 +347,8 @@ LABS: tuple[Lab, ...] = (
         cause="client-lag",
         remedy="The work is done before, or by others: the loop that sends does nothing else.",
         shows=("ttft_s.p50", "send_lag_s.mean"),
-        **_pair(
-            Scene(server=_server(), load=_load("fixed:256/6", 80, rate=15), path=(BusyClient(0.045),)),
-            path=(),
-        ),
+        before=Scene(server=_server(), load=_load("fixed:256/6", 80, rate=15), path=(BusyClient(0.045),)),
+        cure={"path": ()},
     ),
     Lab(
         name="leaking-cache",
@@ -377,15 +357,13 @@ LABS: tuple[Lab, ...] = (
         cause="prefix-cache-leak",
         remedy="A start, and the repair: every block is given back.",
         shows=("ttft_s.p99", "itl_s.max", "hit_rate", "preemptions"),
-        **_pair(
-            Scene(
-                server=_server(blocks=1200),
-                load=_load("shared-prefix", 40, rate=8),
-                earlier=_load("fixed:256/8", 60, rate=20),
-                engine=(LeakyPool(10),),
-            ),
-            engine=(),
+        before=Scene(
+            server=_server(blocks=1200),
+            load=_load("shared-prefix", 40, rate=8),
+            earlier=_load("fixed:256/8", 60, rate=20),
+            engine=(LeakyPool(10),),
         ),
+        cure={"engine": ()},
     ),
     Lab(
         name="slow-host",
@@ -394,9 +372,7 @@ LABS: tuple[Lab, ...] = (
         cause="host-overhead",
         remedy="Steps are captured and replayed as a whole (no --enforce-eager), and the CPU cores are free.",
         shows=("tpot_s.p50", "ttft_s.p50"),
-        **_pair(
-            Scene(server=_server(), load=_load("fixed:256/64", 30, rate=4), engine=(HostOverhead(0.03),)),
-            engine=(),
-        ),
+        before=Scene(server=_server(), load=_load("fixed:256/64", 30, rate=4), engine=(HostOverhead(0.03),)),
+        cure={"engine": ()},
     ),
 )
