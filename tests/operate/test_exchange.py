@@ -246,15 +246,22 @@ def test_captured_responses_over_a_socket(capture: str, kind: str | None, chunks
 
 
 @pytest.mark.parametrize(
-    ("capture", "kind", "chunks"),
+    ("capture", "kind", "chunks", "tokens"),
     [
-        ("kill_llama_sigterm_stream", "closed", 21),  # 30 s of silence, a comment, and the end without the last chunk
-        ("kill_vllm_sigterm_stream", "in-band", 53),
-        ("timed_vllm_chat_long", None, 4),
-        ("timed_tf_chat", None, 8),
+        ("kill_llama_sigterm_stream", "closed", 21, 21),  # 30 s of silence, a comment, the end without the last chunk
+        ("kill_vllm_sigterm_stream", "in-band", 53, 53),
+        ("kill_vllm_sigkill_stream", "closed", 51, 51),
+        ("kill_tf_sigkill_stream", "closed", 29, 29),
+        ("kill_tf_sigterm_stream", None, 20, 300),  # let its streams finish; 280 chunks are cut from the file
+        ("kill_vllm_sigterm_drain_stream", None, 19, 200),  # the same, 181 chunks
+        ("timed_vllm_chat", None, 8, 8),
+        ("timed_vllm_chat_long", None, 4, 4),
+        ("timed_vllm_comp_long", None, 8, 8),
+        ("timed_tf_chat", None, 8, 8),
+        ("timed_llama_chat", None, 8, 8),
     ],
 )
-def test_captured_timings_in_virtual_time(capture: str, kind: str | None, chunks: int) -> None:
+def test_captured_timings_in_virtual_time(capture: str, kind: str | None, chunks: int, tokens: int) -> None:
     """The first chunk that is no role comes when the capture says it came."""
     lines = [json.loads(line) for line in (TIMED / f"{capture}.jsonl").read_text("utf8").splitlines()]
     data = [(line["t"], line["data"]) for line in lines if "data" in line]
@@ -272,6 +279,7 @@ def test_captured_timings_in_virtual_time(capture: str, kind: str | None, chunks
     assert outcome(result) == (kind, chunks)
     first = next(time for time, text in data if '"role"' not in text.split("\n\n")[-2] and '"choices"' in text)
     assert result.records[0].ttft == pytest.approx(first)
+    assert result.records[0].output_tokens == tokens
 
 
 class Keeping:

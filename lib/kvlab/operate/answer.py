@@ -60,7 +60,7 @@ class Answer:
             return False
         try:
             event = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self._fail("malformed", f"an event is not JSON: {one_excerpt(data)}")
         if not isinstance(event, dict):
             return self._fail("malformed", f"an event is not a JSON object: {one_excerpt(data)}")

@@ -222,7 +222,7 @@ class Client:
                 record.error = self._too_late(record)
         except self._httpx.ConnectError as failure:
             record.error = Fault("refused", one_line(failure))
-        except self._httpx.TransportError as failure:
+        except (self._httpx.TransportError, OSError) as failure:
             if not answer.ending:
                 record.error = Fault("closed", f"{one_line(failure)}, after {len(record.chunks_s)} chunks with tokens")
         except (MeasureError, self._httpx.DecodingError) as failure:
