@@ -233,11 +233,11 @@ LABS: tuple[Lab, ...] = (
     Lab(
         name="queue",
         symptom="The first token is late, and the later the longer the rush lasts; after it every answer runs fast.",
-        question="12 requests come a second, each takes 0.43 s, and 4 may run at once. Who waits how long?",
+        question="18 requests come a second, each takes 0.3 s, and 4 may run at once. Who waits how long?",
         cause="queueing",
         remedy="More seats (--max-num-seqs): the card was far from busy, and each step now serves more.",
         shows=("ttft_s.p50", "ttft_s.p99", "tpot_s.p50", "output_tokens_per_s"),
-        before=Scene(server=_server(max_running=4), load=_load("fixed:256/96", 60, rate=12)),
+        before=Scene(server=_server(max_running=4), load=_load("fixed:256/64", 50, rate=18)),
         cure={"server": _server()},
     ),
     Lab(
@@ -261,9 +261,9 @@ LABS: tuple[Lab, ...] = (
         shows=("failed", "completed", "ttft_s.p50"),
         before=Scene(
             server=_server(max_waiting=4, max_running=8),
-            load=_load("fixed:3000/64", 60, rate=4, burstiness=5),
+            load=_load("fixed:3000/48", 48, rate=4, burstiness=5),
         ),
-        cure={"load": _load("fixed:3000/64", 60, rate=4, burstiness=0.3)},
+        cure={"load": _load("fixed:3000/48", 48, rate=4, burstiness=0.3)},
     ),
     Lab(
         name="stutter",
@@ -273,7 +273,7 @@ LABS: tuple[Lab, ...] = (
         remedy="A smaller token budget of a step (--max-num-batched-tokens 512): prompts are read in pieces.",
         price="First tokens of long prompts come later.",
         shows=("pause_s", "itl_s.max", "itl_s.p99", "ttft_s.p50"),
-        before=Scene(server=_server(token_budget=8192), load=_load("uniform:16-6000/80-160", 36, rate=4)),
+        before=Scene(server=_server(token_budget=8192), load=_load("uniform:16-6000/80-160", 32, rate=4)),
         cure={"server": _server(token_budget=512)},
     ),
     Lab(
@@ -285,7 +285,7 @@ LABS: tuple[Lab, ...] = (
         "who have one: the others would wait.)",
         price="A little accuracy, which chapter 10 measures.",
         shows=("tpot_s.p50", "goodput_per_s", "output_tokens_per_s"),
-        before=Scene(server=_server(), load=_load("shared-prefix", 64, rate=80, slo_tpot=0.006)),
+        before=Scene(server=_server(), load=_load("shared-prefix", 48, rate=80, slo_tpot=0.006)),
         cure={"server": _server(weights="fp8", kv="fp8")},
     ),
     Lab(
@@ -301,13 +301,13 @@ LABS: tuple[Lab, ...] = (
     Lab(
         name="past-the-context",
         symptom="Some requests fail with 400; some answers end in the middle of a sentence.",
-        question="The context has 8,192 tokens, prompts have 7,700 to 8,500, and 256 are asked for. Who gets what?",
+        question="The context has 8,192 tokens, prompts have 7,500 to 8,400, and 256 are asked for. Who gets what?",
         cause="context-overflow",
         remedy="Prompts are cut so that the answer fits beside them.",
         price="What was cut.",
         shows=("failed", "completed", "output_tokens_per_s"),
-        before=Scene(server=_server(), load=_load("uniform:7700-8500/256-256", 16, rate=0.3)),
-        cure={"load": _load("uniform:6900-7900/256-256", 16, rate=0.3)},
+        before=Scene(server=_server(), load=_load("uniform:7500-8400/256-256", 12, rate=0.3)),
+        cure={"load": _load("uniform:6900-7900/256-256", 12, rate=0.3)},
     ),
     Lab(
         name="cold-start",
@@ -327,7 +327,7 @@ LABS: tuple[Lab, ...] = (
         cause="buffering-proxy",
         remedy="The proxy passes every event on at once (proxy_buffering off).",
         shows=("ttft_s.p50", "pause_s", "itl_s.p50", "tpot_s.p50"),
-        before=Scene(server=_server(), load=_load("fixed:256/96", 30, rate=4), path=(BufferingProxy(4096),)),
+        before=Scene(server=_server(), load=_load("fixed:256/64", 24, rate=4), path=(BufferingProxy(4096),)),
         cure={"path": ()},
     ),
     Lab(
@@ -337,7 +337,7 @@ LABS: tuple[Lab, ...] = (
         cause="slow-client",
         remedy="The client reads in a loop of its own, and stores elsewhere.",
         shows=("tpot_s.p50", "e2e_s.p50", "ttft_s.p50"),
-        before=Scene(server=_server(), load=_load("fixed:256/96", 40, rate=8), path=(SlowReader(0.012),)),
+        before=Scene(server=_server(), load=_load("fixed:256/64", 24, rate=8), path=(SlowReader(0.012),)),
         cure={"path": ()},
     ),
     Lab(
@@ -359,7 +359,7 @@ LABS: tuple[Lab, ...] = (
         shows=("ttft_s.p99", "itl_s.max", "hit_rate", "preemptions"),
         before=Scene(
             server=_server(blocks=1200),
-            load=_load("shared-prefix", 40, rate=8),
+            load=_load("shared-prefix", 32, rate=8),
             earlier=_load("fixed:256/8", 60, rate=20),
             engine=(LeakyPool(10),),
         ),
@@ -372,7 +372,7 @@ LABS: tuple[Lab, ...] = (
         cause="host-overhead",
         remedy="Steps are captured and replayed as a whole (no --enforce-eager), and the CPU cores are free.",
         shows=("tpot_s.p50", "ttft_s.p50"),
-        before=Scene(server=_server(), load=_load("fixed:256/64", 30, rate=4), engine=(HostOverhead(0.03),)),
+        before=Scene(server=_server(), load=_load("fixed:256/48", 24, rate=4), engine=(HostOverhead(0.03),)),
         cure={"engine": ()},
     ),
 )
