@@ -256,14 +256,16 @@ def _host_overhead(f: Facts) -> Found | None:
 
     Real servers reach half to four fifths of the bandwidth, so a third of it is not explained by bytes.
     """
-    if f.step_floor is None or f.itl is None:
+    median = f.itl.bounds(50) if f.itl else None
+    if f.step_floor is None or f.itl is None or median is None:
         return None
-    median = f.itl.bounds(50)
-    if median is None or median[0] < 3 * f.step_floor:
+    # The average is exact, but stalls are in it; the median's bucket may begin at 0.
+    step = f.itl.mean if f.stall_share < _STALLS else median[0]
+    if step < 3 * f.step_floor:
         return None
-    wasted = 1 - f.step_floor / median[0]
-    text = f"half of the steps take {seconds(median[0])} or more; the bytes of one need {seconds(f.step_floor)}"
-    return Found(f.share(f.itl.sum * wasted), (text, f"{f.batch or 1:.3g} requests are in a step"))
+    text = f"a step takes {seconds(step)}; its bytes need {seconds(f.step_floor)}"
+    wasted = f.itl.sum * (1 - f.step_floor / step)
+    return Found(f.share(wasted), (text, f"{f.batch or 1:.3g} requests are in a step"))
 
 
 # --- the KV cache -------------------------------------------------------------------------------------------------

@@ -86,11 +86,16 @@ def diagnose(facts: Facts) -> Diagnosis:
     Args:
         facts: from :func:`~kvlab.operate.facts.facts` or :func:`~kvlab.operate.client.facts_of_loadtest`.
     """
-    found = {finding.cause: finding for finding in _by_messages(facts)}
+    spoken = list(_by_messages(facts))
+    found = {finding.cause: finding for finding in spoken}
     for each in CAUSES:
         seen = each.when(facts) if each.when else None
         if seen and (each.id not in found or seen.strength > found[each.id].strength):
             found[each.id] = _finding(each, seen.strength, seen.evidence)
+    # Failures that say why are named by what they say, and not once more as failures.
+    told = sum(finding.strength for finding in spoken if finding.cause != "server-errors") * (facts.attempts or 0.0)
+    if told and told >= 0.8 * sum(facts.failures.values()):
+        found.pop("server-errors", None)
     return Diagnosis(tuple(_ranked(found.values())), facts.sources, facts.notes)
 
 
