@@ -194,6 +194,12 @@ def test_done_may_be_absent() -> None:
     assert not answer.over
 
 
+def test_what_follows_a_finish_reason_does_not_take_it_back() -> None:
+    later = {"choices": [{"text": "", "finish_reason": None}], "usage": {"prompt_tokens": 4, "completion_tokens": 1}}
+    answer = taken({"choices": [{"text": "a", "finish_reason": "stop"}]}, later)
+    assert (answer.finish_reason, answer.output_tokens, answer.verdict()) == ("stop", 1, None)
+
+
 def test_odd_counts_are_not_taken() -> None:
     odd = {"prompt_tokens": "9", "completion_tokens": None, "prompt_tokens_details": 3}
     answer = taken({"choices": [], "usage": odd}, {"choices": [], "timings": {"predicted_n": "many"}})

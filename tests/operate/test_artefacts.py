@@ -45,6 +45,8 @@ SMOOTH = paced(0.5, *[0.03] * 31)
 
 def test_an_honest_run_is_left_in_peace() -> None:
     assert kinds(answered(SMOOTH), answered(paced(0.2, *[0.02, 0.04] * 15))) == []
+    draining = paced(0.5, *(0.05 * 0.985**index for index in range(32)))  # a batch that others leave
+    assert kinds(answered(draining)) == []
 
 
 def test_no_requests_no_cautions() -> None:

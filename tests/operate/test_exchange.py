@@ -191,7 +191,8 @@ async def serving(handler: Handler) -> AsyncIterator[tuple[str, asyncio.Server]]
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", server
     finally:
         server.close()
-        await asyncio.gather(*busy)
+        async with asyncio.timeout(30):  # each ends when the client has closed its connection
+            await asyncio.gather(*busy)
 
 
 def on_a_socket(handler: Handler, load: Load) -> Result:

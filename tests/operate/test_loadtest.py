@@ -325,7 +325,7 @@ def test_figures_are_of_what_was_completed_and_tokens_of_all() -> None:
         async def stream() -> AsyncIterator[bytes]:
             await asyncio.sleep(1.0)
             yield chunk("a")
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0 if number == 2 else 2.0)
             yield chunk("b", "length" if number == 2 else None)
             if number == 2:
                 yield usage(4, 2)
@@ -341,10 +341,11 @@ def test_figures_are_of_what_was_completed_and_tokens_of_all() -> None:
     found = result.report()
     assert found["errors"] == {"closed": 1, "http-503": 1}
     assert (found["completed"], found["failed"]) == (1, 2)
-    assert result.seconds == tells(4.0)
-    assert found["output_tokens_per_s"] == tells(4 / 4.0)
-    assert found["prompt_tokens_per_s"] == tells(8 / 4.0)
-    assert found["requests_per_s"] == found["goodput_per_s"] == tells(1 / 4.0)
+    assert result.seconds == tells(5.0)
+    assert found["output_tokens_per_s"] == tells(4 / 5.0)
+    assert found["prompt_tokens_per_s"] == tells(8 / 5.0)
+    assert found["requests_per_s"] == found["goodput_per_s"] == tells(1 / 5.0)
+    assert found["itl_s"]["max"] == tells(1.0)
     assert found["ttft_s"]["max"] == tells(1.0)
 
 
@@ -528,6 +529,17 @@ def test_a_half_written_file_never_takes_the_place_of_a_whole_one(
         result.save(tmp_path)
     assert (tmp_path / "loadtest.json").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_file_is_written_beside_its_place_and_moved_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Path.write_bytes
+
+    def beside(self: Path, data: bytes) -> int:
+        assert self.name.startswith(".")
+        return whole(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", beside)
+    assert len(Result(SETTINGS, []).save(tmp_path)) == 4
 
 
 def test_inside_a_running_loop_one_awaits() -> None:

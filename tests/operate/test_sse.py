@@ -24,9 +24,9 @@ def events(*pieces: bytes) -> list[str]:
 
 TANGLED = (
     "\ufeffdata: one\r\n\r\n: comment\r\rdata:two\ndata:  lines\n\nevent: x\nid: 7\nretry: 1\ndata: ключ 😌\r\n\r"
-    "data\n\ndata: {\"a\": \"b: c\"}\n\nunknown: field\n\n\n\ndata: last"
+    "data\n\ndata: {\"a\": \"b: c\"}\n\nunknown: field\n\n\n\ndata: x\r\ndata: y\r\n\r\ndata: last"
 ).encode()  # fmt: skip
-TANGLED_EVENTS = ["one", "two\n lines", "ключ 😌", "", '{"a": "b: c"}', "last"]
+TANGLED_EVENTS = ["one", "two\n lines", "ключ 😌", "", '{"a": "b: c"}', "x\ny", "last"]
 
 
 def test_what_a_stream_may_contain() -> None:
