@@ -150,9 +150,10 @@ def _load_lines(report: dict[str, Any]) -> list[str]:
             "at most"
         )
     if split:
+        pays = f"it pays: together {split['together']:.1%} do" if split["pays"] else "it does not pay"
         lines.append(
-            f"prefill and decode apart, {split['prefill']} + {split['decode']} replicas: {split['kept']:.1%} keep the "
-            f"promises, together {split['together']:.1%}: it {'pays' if split['pays'] else 'does not pay'}"
+            f"{split['prefill']} replicas that read prompts and {split['decode']} that decode: {split['kept']:.1%} keep "
+            f"the promises; {pays}"
         )
     if cost is not None:
         lines.append(f"a million tokens of answers cost {cost:,.2f}")

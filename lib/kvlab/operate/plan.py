@@ -18,7 +18,7 @@ from kvlab.errors import ConfigError
 from kvlab.operate.deploy import EMITTERS, Server
 from kvlab.operate.goal import Deployment, Goal
 from kvlab.operate.sizing import Instance, fitting, instance, layouts, shortfall
-from kvlab.operate.traffic import Load, Split, best_split, fewest, judged, reachable_rate
+from kvlab.operate.traffic import Load, Search, Split, best_split, even_replicas, judged, reachable_rate
 from kvlab.operate.vllm import Flag, default_max_num_seqs, kv_cache_dtype, quantization, serves
 
 __all__ = ["CapacityPlan", "Deployment", "Goal", "Remedy", "plan"]
@@ -293,23 +293,32 @@ def model_id(deployment: Deployment) -> str:
 
 def _planned(replica: Instance, goal: Goal, tell: Callable[[str], None]) -> CapacityPlan:
     """Count the replicas, try smaller steps, and see whether two pools would do with one replica less."""
-    deployment, promised = replica.deployment, judged(replica, goal)
+    deployment, replica = replica.deployment, _sized(replica, goal)
     most = deployment.gpus // replica.cards if deployment.gpus else 100 + ceil(200 * goal.rate * replica.e2e(goal))
-    replica = _sized(replica, goal)
-    load, less = fewest(replica, promised, most, tell)
+    search = Search(replica, judged(replica, goal), most, tell)
+    replicas = search.fewest(even_replicas(replica, goal))
     for budget in _BUDGETS if goal.tpot is not None else ():
+        limit = most if replicas is None else replicas - 1
         smaller = _sized(replace(replica, token_budget=budget), goal)
-        if budget >= replica.token_budget or _misses(smaller, goal) or (load.replicas == 1 and not less):
-            continue
-        limit = load.replicas if load.kept < goal.attainment else load.replicas - 1
-        tried, tried_less = fewest(smaller, promised, max(limit, 1), tell)
-        if tried.kept >= goal.attainment and tried.replicas <= limit:
-            replica, load, less = smaller, tried, tried_less
+        if budget < replica.token_budget and limit and not _misses(smaller, goal):
+            tried = Search(smaller, search.goal, limit, tell)
+            found = tried.fewest(limit if replicas else even_replicas(smaller, goal))
+            if found is None:
+                break
+            replicas, search = found, Search(smaller, search.goal, most, tell, known=tried.known)
+    return _judged(search, replicas or most, goal)
+
+
+def _judged(search: Search, replicas: int, goal: Goal) -> CapacityPlan:
+    """The plan of so many replicas, if a longer run confirms it, and what else is to be said of it."""
+    load, replica, deployment = search.confirm(replicas), search.replica, search.replica.deployment
     enough = load.kept >= goal.attainment
+    if enough and load.replicas > 1:
+        search.keeps(load.replicas - 1)
     return CapacityPlan(
-        deployment=deployment, goal=goal, replica=replica, load=load, one_less=less,
-        split=best_split(replica, promised, load.replicas - 1 if enough else load.replicas, tell),
-        reachable_rate=None if enough else reachable_rate(replica, promised, load.replicas),
+        deployment=deployment, goal=goal, replica=replica, load=load, one_less=search.known.get(load.replicas - 1),
+        split=best_split(replica, search.goal, load.replicas - 1 if enough else load.replicas, search.tell),
+        reachable_rate=None if enough else reachable_rate(replica, search.goal, load.replicas),
         problems=() if enough else (f"the rate needs more than {_count(load.replicas * replica.cards, 'card')}",),
         remedies=() if enough else tuple(_to_serve(deployment, goal)),
     )  # fmt: skip

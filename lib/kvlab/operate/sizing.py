@@ -12,6 +12,7 @@ from kvlab.cost import (
     Pool,
     Row,
     activation_bytes,
+    chunks,
     logits_bytes,
     pool_bytes,
     shard,
@@ -120,15 +121,21 @@ class Instance:
         """The longest request that it can serve: as much as the pool holds and the model takes."""
         return 0 if self.pool is None else min(self.pool.tokens, self.deployment.config.max_seq_len)
 
+    def pieces(self, goal: Goal) -> list[Row]:
+        """The prompt as it is read: one row a step.
+
+        Args:
+            goal: has its length.
+        """
+        return chunks(goal.prompt_tokens, self.token_budget)
+
     def ttft(self, goal: Goal) -> float:
-        """Seconds to the first token of a request that is alone: its chunks one after another.
+        """Seconds to the first token of a request that is alone: its pieces one after another.
 
         Args:
             goal: has its lengths.
         """
-        starts = range(0, goal.prompt_tokens, self.token_budget)
-        rows = [Row(min(self.token_budget, goal.prompt_tokens - start), start) for start in starts]
-        return sum(self.times.seconds(0, 0, [row]) for row in rows)
+        return sum(self.times.seconds(0, 0, [row]) for row in self.pieces(goal))
 
     def tpot(self, goal: Goal, batch: int = 1) -> float:
         """Seconds of a decode step in the middle of the answers.
@@ -177,16 +184,20 @@ class Instance:
     def fluid_rate(self, goal: Goal) -> float:
         """Requests per second that it could serve if arrivals were even: a guess from which to search.
 
-        While ``B`` requests decode, ``B / output_tokens`` prompts are read in each step. The largest such batch that
-        keeps the TPOT gives the rate.
+        While ``B`` requests decode, ``B / output_tokens`` prompts are read in each step, and take what they add to it.
+        The largest such batch that keeps the TPOT gives the rate.
 
         Args:
             goal: has the lengths and the promise.
         """
-        prefill = self.ttft(goal)
+        pieces = self.pieces(goal)
 
         def step(batch: int) -> float:
-            return self.tpot(goal, batch) + batch / goal.output_tokens * prefill
+            held, alone = batch * (goal.prompt_tokens + goal.output_tokens // 2), self.tpot(goal, batch)
+            # Prompts that are read in one step share the weights, as far as they fit the budget together.
+            at_once = max(min(batch // goal.output_tokens, self.token_budget // pieces[0].new), 1)
+            added = sum(self.times.seconds(batch, held, [row] * at_once) - alone for row in pieces)
+            return alone + batch / goal.output_tokens * added / at_once
 
         lanes = self.pipeline_parallel
         most = max(min(self.max_num_seqs, self.batch_in_memory(goal)) // lanes, 1)

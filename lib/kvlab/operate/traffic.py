@@ -8,7 +8,7 @@ however many there are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlab.errors import ConfigError
@@ -25,11 +25,14 @@ from kvlab.serving.workload import Lengths, Workload, arrivals
 from kvlab.timing import VirtualClock, goodput
 
 #: Requests of a simulation: enough that an overload shows, few enough that a search takes seconds.
-_FEWEST, _MOST = 450, 2100
+_FEWEST, _MOST = 400, 1200
+
+#: How much longer the run is that confirms a number of replicas.
+_LONGER = 3
 
 #: Replicas of two pools that are simulated, at most, and requests for each of them; a larger cluster is judged by a
 #: smaller one of the same shape.
-_POOLS, _PER_POOL_REPLICA = 6, 150
+_POOLS, _PER_POOL_REPLICA = 6, 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,17 +120,18 @@ def lane(replica: Instance) -> Lane:
     )  # fmt: skip
 
 
-def load(replica: Instance, goal: Goal, replicas: int) -> Load:
+def load(replica: Instance, goal: Goal, replicas: int, length: int = 1) -> Load:
     """Serve the goal's rate by so many replicas, and judge those who came once it was busy.
 
     Args:
         replica: each of them.
         goal: with lengths, rate and promises.
         replicas: how many share the rate.
+        length: of the run, in multiples of what shows an overload that is not slight.
     """
     lanes = replicas * replica.pipeline_parallel
     rate, lengths = goal.rate / lanes, (Lengths.fixed(goal.prompt_tokens), Lengths.fixed(goal.output_tokens))
-    requests = min(max(round(9 * rate * replica.e2e(goal)), _FEWEST), _MOST)
+    requests = length * min(max(round(9 * rate * replica.e2e(goal)), _FEWEST), _MOST)
     workload = Workload("planned", *lengths, gap_cv=lanes**-0.5)
     summary, serving = Settled(requests / rate / 3), lane(replica)
     coming = arrivals(workload, rate=rate, requests=requests)
@@ -142,43 +146,81 @@ def _kept(summary: Summary, goal: Goal) -> float:
     return goodput(summary.served(), 1.0, ttft=goal.ttft, tpot=goal.tpot) / max(everybody, 1)
 
 
-def fewest(
-    replica: Instance, goal: Goal, most: int, tell: Callable[[str], None] = lambda _: None
-) -> tuple[Load, Load | None]:
-    """The load of the fewest replicas that keep the promises, and that of one less; else that of the most there can be.
-
-    From a guess it goes up or down until it has numbers on both sides, and bisects between them.
+@dataclass
+class Search:
+    """Looks for the fewest replicas that keep the promises, and remembers what it has simulated.
 
     Args:
         replica: each of them.
         goal: with the promises that are judged by.
         most: replicas there can be.
         tell: called with how far it has come.
+        known: what was simulated already, by the number of replicas.
     """
-    known: dict[int, Load] = {}
 
-    def keeps(replicas: int) -> bool:
-        if replicas not in known:
-            tell(f"simulating {replicas} replicas in steps of {replica.token_budget} tokens")
-            known[replicas] = load(replica, goal, replicas)
-        return known[replicas].kept >= goal.attainment
+    replica: Instance
+    goal: Goal
+    most: int
+    tell: Callable[[str], None] = lambda _: None
+    known: dict[int, Load] = field(default_factory=dict)
 
-    high, low, step = _guess(replica, goal, most), 0, 1
-    while not keeps(high) and high < most:
-        low, high = high, min(max(high + 1, high * 5 // 4), most)
-    while keeps(high) and low == 0 and high > 1:
-        lower = max(high - step, 1)
-        low, high, step = (0, lower, 2 * step) if keeps(lower) else (lower, high, step)
-    while keeps(high) and high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if keeps(middle) else (middle, high)
-    return known[high], known.get(high - 1)
+    def keeps(self, replicas: int) -> bool:
+        """Whether so many replicas keep the promises.
+
+        Args:
+            replicas: that share the rate.
+        """
+        if replicas not in self.known:
+            self.tell(f"simulating {replicas} replicas in steps of {self.replica.token_budget} tokens")
+            self.known[replicas] = load(self.replica, self.goal, replicas)
+        return self.known[replicas].kept >= self.goal.attainment
+
+    def fewest(self, guess: int) -> int | None:
+        """The fewest replicas that keep the promises; None where the most there can be do not.
+
+        From a guess it goes up or down until it has numbers on both sides, and bisects between them.
+
+        Args:
+            guess: where to begin.
+        """
+        high, low, step = min(max(guess, 1), self.most), 0, 1
+        while not self.keeps(high):
+            if high == self.most:
+                return None
+            low, high = high, min(max(high + 1, high * 5 // 4), self.most)
+        while low == 0 and high > 1:
+            lower = max(high - step, 1)
+            low, high, step = (0, lower, 2 * step) if self.keeps(lower) else (lower, high, step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.keeps(middle) else (middle, high)
+        return high
+
+    def confirm(self, replicas: int) -> Load:
+        """The load of so many replicas in a longer run, or of the first number above that keeps the promises in one.
+
+        Where work comes a little faster than it is done, a queue grows slowly, and a short run does not show it.
+
+        Args:
+            replicas: that keep the promises in a short run.
+        """
+        while True:
+            self.tell(f"a longer run of {replicas} replicas")
+            self.known[replicas] = load(self.replica, self.goal, replicas, _LONGER)
+            if self.keeps(replicas) or replicas == self.most:
+                return self.known[replicas]
+            replicas += 1
 
 
-def _guess(replica: Instance, goal: Goal, most: int) -> int:
-    """Replicas that would be busy for nine tenths of the time if arrivals were even."""
+def even_replicas(replica: Instance, goal: Goal) -> int:
+    """Replicas that would be busy for nine tenths of the time if arrivals were even: where a search begins.
+
+    Args:
+        replica: each of them.
+        goal: with the rate.
+    """
     rate = replica.fluid_rate(goal)
-    return min(max(round(goal.rate / (0.9 * rate)), 1), most) if rate else most
+    return max(round(goal.rate / (0.9 * rate)), 1) if rate else 10**6
 
 
 def reachable_rate(replica: Instance, goal: Goal, replicas: int) -> float:
@@ -192,7 +234,7 @@ def reachable_rate(replica: Instance, goal: Goal, replicas: int) -> float:
     low, high = 0.0, goal.rate
     while high - low > 0.03 * high:
         rate = (low + high) / 2
-        kept = load(replica, replace(goal, rate=rate), replicas).kept >= goal.attainment
+        kept = load(replica, replace(goal, rate=rate), replicas, _LONGER).kept >= goal.attainment
         low, high = (rate, high) if kept else (low, rate)
         if high < goal.rate / 1000:
             return 0.0
@@ -207,7 +249,7 @@ class Split:
         prefill: replicas that read prompts.
         decode: replicas that decode.
         kept: part of the requests that kept every promise.
-        together: that part where every replica does both.
+        together: that part where every replica does both, in the same run.
         simulated: replicas that were simulated for it; of a large cluster a smaller one of the same shape.
     """
 
@@ -242,20 +284,62 @@ def best_split(
     """
     if replicas < 2 or replica.pipeline_parallel > 1:
         return None
-    small, serving = min(replicas, _POOLS), lane(replica)
-    workload = Workload("planned", Lengths.fixed(goal.prompt_tokens), Lengths.fixed(goal.output_tokens))
-    coming: dict[str, Any] = {"rate": goal.rate * small / replicas, "requests": _PER_POOL_REPLICA * small}
-    together = _kept(simulate(serving, workload, replicas=small, **coming), goal)
-    found: list[Split] = []
+    small = min(replicas, _POOLS)
+    pools = Pools(replica, replace(goal, rate=goal.rate * small / replicas), small)
+    kept: dict[int, float] = {}
     for prefill in _prefill_replicas(replica, goal, small):
         tell(f"simulating {prefill} replicas that read prompts and {small - prefill} that decode")
-        summary = simulate_disaggregated(
-            serving, serving, workload, prefill_replicas=prefill, decode_replicas=small - prefill,
-            bytes_per_second=replica.deployment.network.bytes_per_second, **coming,
+        kept[prefill] = pools.apart(prefill, 1)
+    best = max(kept, key=kept.__getitem__)
+    length = _LONGER if kept[best] >= goal.attainment else 1
+    apart = pools.apart(best, length) if length > 1 else kept[best]
+    share = min(max(round(best * replicas / small), 1), replicas - 1)
+    return Split(share, replicas - share, apart, pools.together(length), small)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The same replicas, either in two pools or each doing both.
+
+    Args:
+        replica: each of them.
+        goal: with the rate of all of them, and the promises that are judged by.
+        replicas: how many.
+    """
+
+    replica: Instance
+    goal: Goal
+    replicas: int
+
+    def together(self, length: int) -> float:
+        """Part of the requests that keep the promises where every replica does both.
+
+        Args:
+            length: of the run.
+        """
+        done = simulate(lane(self.replica), self._workload, replicas=self.replicas, **self._coming(length))
+        return _kept(done, self.goal)
+
+    def apart(self, prefill: int, length: int) -> float:
+        """That part where some read prompts and the others decode.
+
+        Args:
+            prefill: replicas that read prompts.
+            length: of the run.
+        """
+        serving, link = lane(self.replica), self.replica.deployment.network.bytes_per_second
+        done = simulate_disaggregated(
+            serving, serving, self._workload, prefill_replicas=prefill, decode_replicas=self.replicas - prefill,
+            bytes_per_second=link, **self._coming(length),
         )  # fmt: skip
-        share = min(max(round(prefill * replicas / small), 1), replicas - 1)
-        found.append(Split(share, replicas - share, _kept(summary, goal), together, small))
-    return max(found, key=lambda split: split.kept)
+        return _kept(done, self.goal)
+
+    @property
+    def _workload(self) -> Workload:
+        return Workload("planned", Lengths.fixed(self.goal.prompt_tokens), Lengths.fixed(self.goal.output_tokens))
+
+    def _coming(self, length: int) -> dict[str, Any]:
+        return {"rate": self.goal.rate, "requests": _PER_POOL_REPLICA * self.replicas * length}
 
 
 def _prefill_replicas(replica: Instance, goal: Goal, replicas: int) -> list[int]:
