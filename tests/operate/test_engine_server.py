@@ -25,7 +25,7 @@ from kvlab.operate.loadtest import run
 from kvlab.operate.prometheus import read_page
 from kvlab.operate.schedule import Load
 from kvlab.operate.sse import EventStream
-from kvlab.operate.virtual_time import run_virtually
+from kvlab.operate.virtual_time import VirtualLoop, run_virtually
 from kvlab.serving import (
     CostModelExecutor,
     Engine,
@@ -220,6 +220,38 @@ def test_half_a_character_is_an_event_without_text() -> None:
     assert [choice["text"] for choice in found.choices] == [""] * (len(smile) - 1) + ["\U0001f600"]
 
 
+def test_an_answer_that_ends_within_a_character_ends_in_a_mark_for_it() -> None:
+    loaded = kvlab.load("tiny")
+    smile = [token for token in loaded.tokenizer.encode("\U0001f600") if token not in loaded.tokenizer.encode("")]
+
+    class Smiling(CostModelExecutor):
+        def execute(self, plan: Plan) -> dict[Request, Sequence[int]]:
+            return {request: smile[:1] if tokens else () for request, tokens in super().execute(plan).items()}
+
+    async def main() -> Told:
+        engine, _ = simulated()
+        engine.executor = Smiling(Linear(), engine.clock)  # type: ignore[arg-type]
+        async with EngineServer(engine, "m", loaded.tokenizer) as server:
+            return await ask(server, answer=1)
+
+    assert run_virtually(main()).text == "\ufffd"
+
+
+def test_tokens_of_one_step_are_events_of_their_own_and_the_last_one_says_why() -> None:
+    """As after a draft that was accepted: three tokens a step, of which the third step gives the first two."""
+
+    class Drafting(CostModelExecutor):
+        def execute(self, plan: Plan) -> dict[Request, Sequence[int]]:
+            return {request: (1, 2, 3) if tokens else () for request, tokens in super().execute(plan).items()}
+
+    engine, _ = simulated()
+    engine.executor = Drafting(Linear(), engine.clock)  # type: ignore[arg-type]
+    (found,) = serve(engine, {"answer": 8})
+    assert found.text == " 1 2 3 1 2 3 1 2"
+    assert [choice["finish_reason"] for choice in found.choices] == [None] * 7 + ["length"]
+    assert found.times[0] == found.times[2] < found.times[3]
+
+
 def test_an_answer_is_cut_at_the_end_of_the_context_and_a_prompt_that_fills_it_is_refused() -> None:
     engine, _ = simulated(max_len=20)
     cut, fits, full, longer = serve(
@@ -302,6 +334,40 @@ def test_closing_a_body_hangs_up_whether_it_was_read_or_not() -> None:
 
     run_virtually(main(0))
     run_virtually(main(2))
+
+
+def test_who_leaves_at_the_moment_of_admission_leaves_nothing_behind() -> None:
+    engine, log = simulated()
+
+    async def main() -> None:
+        async with EngineServer(engine, "m") as server:
+            asking = asyncio.create_task(server.answer(asked(answer=100)))
+            while not engine.scheduler.unfinished:
+                await asyncio.sleep(0)
+            assert asking.cancel()
+            await asyncio.sleep(2.0)
+            clean(engine)
+
+    run_virtually(main())
+    assert [event.request.finish for event in log.events if event.kind == "finished"] == ["abort"]
+
+
+def test_a_client_that_was_busy_is_served_from_when_it_sends() -> None:
+    """The loop stands still for ten seconds, in which the server's own step ended: its clock does not run on by it."""
+    engine, log = simulated()
+
+    async def main() -> tuple[Told, Told]:
+        async with EngineServer(engine, "m") as server:
+            first = asyncio.create_task(ask(server, answer=2))
+            await asyncio.sleep(0.375)
+            cast(VirtualLoop, asyncio.get_running_loop()).skip(10.0)
+            second = await ask(server, prompt=[5] * 4, answer=1)
+            return await first, second
+
+    first, second = run_virtually(main())
+    assert first.times[:2] == [0.25, 10.375]
+    assert [step.end for step in log.steps] == [0.25, 0.5, 10.625]
+    assert second.times[0] == 10.625
 
 
 def test_stopping_breaks_off_every_answer() -> None:
