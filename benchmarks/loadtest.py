@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -41,6 +42,7 @@ def main() -> None:
     if asked.serve:
         asyncio.run(serve())
         return
+    before = os.getloadavg()[0]
     with Popen([sys.executable, __file__, "--serve"], stdout=PIPE, text=True) as server:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
@@ -50,7 +52,8 @@ def main() -> None:
             server.terminate()
     asked.out.parent.mkdir(exist_ok=True)
     command = {"command": "python benchmarks/loadtest.py", "delay_s": DELAY_S, "workload": WORKLOAD}
-    write_result({**provenance(torch.device("cpu")), **command, "cases": cases}, asked.out)
+    label = {**provenance(torch.device("cpu")), **command, "load_average_before": before}
+    write_result({**label, "cases": cases}, asked.out)
 
 
 def measured(url: str, concurrency: int, pool: bool) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def measured(url: str, concurrency: int, pool: bool) -> dict[str, Any]:
         pool: one pool of httpx for all, instead of a connection for each place.
     """
     unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    load = Load(requests=max(20, 4 * concurrency), concurrency=concurrency, workload=WORKLOAD, warmup=concurrency)
+    load = Load(requests=max(10, 4 * concurrency), concurrency=concurrency, workload=WORKLOAD, warmup=concurrency)
     target = Target(url, "mock", dialect=Dialect(token_ids=True))
     result = asyncio.run(run(target, load, transport=httpx.AsyncHTTPTransport(limits=unlimited) if pool else None))
     found = result.report()
