@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine_server import DECODE_S, TOKEN_S, Told, ask, asked, clean, serve, simulated, told
+from served import DECODE_S, TOKEN_S, Told, ask, asked, clean, serve, simulated, told
 
 import kvlab
 from kvlab.cache import BlockPool
