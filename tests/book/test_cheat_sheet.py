@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
-from kvbook import checks
+from kvbook import browser, checks
 from kvbook.layout import CHAPTERS
 
 from kvlab.book.claims import slug_of
@@ -78,3 +80,13 @@ def test_every_row_leads_to_an_experiment_that_exists(row: list[str]) -> None:
             assert slug in claims_of(page), target
         else:
             assert [page for page, text in pages.items() if f"({target})=\n" in text and page != "cheat_sheet"], target
+
+
+@pytest.mark.browser
+def test_printed_it_is_one_page(built: Path, tmp_path: Path) -> None:
+    program, page = browser.find_browser(), (built / "cheat_sheet.html").as_uri()
+    assert program is not None
+    sheet = tmp_path / "sheet.pdf"
+    how = ["--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer", f"--print-to-pdf={sheet}"]
+    subprocess.run([program, *how, page], check=True, capture_output=True, timeout=120)
+    assert len(re.findall(rb"/Type\s*/Page\b(?!s)", sheet.read_bytes())) == 1
