@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jaxtyping import install_import_hook
@@ -48,6 +49,12 @@ def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kernels.build()
         kernels.enable()
     return folder
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """One of several processes that share the tests has ended: keep what it says of the GPU tests, as all say the same."""
+    node.config.stash[MISSED] = getattr(node, "workeroutput", {}).get("gpu_tests_missed", 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
