@@ -53,7 +53,8 @@ def main() -> int:
             environment["KVLAB_BOOK_IS_BUILT"] = "yes" if results[-1][1] else "failed"
     for name, good, _, last in results:
         if not good:
-            print(f"\n=== {name} failed; its last lines again", *(f"{name} | {line.rstrip()}" for line in last), sep="\n")
+            print(f"\n=== {name} failed; its last lines again")
+            print(*(f"{name} | {line.rstrip()}" for line in last), sep="\n")
     print("\n=== summary")
     for name, good, seconds, _ in results:
         print(f"{'ok  ' if good else 'FAIL'} {name:<8} {seconds:6.0f} s")

@@ -53,7 +53,7 @@ def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """One of several processes that share the tests has ended: keep what it says of the GPU tests, as all say the same."""
+    """One of the processes that share the tests has ended: keep what it says of the GPU tests; all say the same."""
     node.config.stash[MISSED] = getattr(node, "workeroutput", {}).get("gpu_tests_missed", 0)
 
 
