@@ -153,7 +153,7 @@ def test_a_prompt_after_a_pass_of_padding_alone(model: GPT) -> None:
 
 
 def test_h2o_after_single_tokens_a_chunk_and_single_tokens_again(model: GPT) -> None:
-    """A chunk finds another slot empty in each head: each has a mask of its own, and all its query heads must get it."""
+    """A chunk finds another slot empty in each head: each has its own mask, and all its query heads must get it."""
     sizes, cache = [1] * 12 + [9, 1, 1, 4, 1, 1, 1], h2o(model, 4, 3)
     tokens = tokens_of(model, 1, sum(sizes))
     singles = read(model, tokens[:, :12], cache, sizes[:12])
