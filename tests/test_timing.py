@@ -22,6 +22,7 @@ from kvlab.timing import (
     VirtualClock,
     carries_token,
     clock_for,
+    figures,
     goodput,
     interleave,
     noise_floor,
@@ -225,6 +226,12 @@ def test_percentiles_are_the_inclusive_quantiles(values: list[float]) -> None:
 def test_a_percentile_lies_on_the_line_between_its_neighbours() -> None:
     assert percentile([30.0, 10.0, 20.0], 75) == 25
     assert percentile([7.0], 99) == 7
+
+
+def test_the_figures_of_a_table() -> None:
+    found = figures([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert found == pytest.approx({"mean": 3.0, "p50": 3.0, "p90": 4.6, "p95": 4.8, "p99": 4.96, "max": 5.0})
+    assert figures([]) is None
 
 
 @pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], -1), ([1.0], 100.5), ([1.0], float("nan"))])

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from time import perf_counter, sleep
 from typing import Any, Protocol
 
@@ -163,6 +163,23 @@ def percentile(values: Sequence[float], percent: float) -> float:
     low = int(place)
     high = min(low + 1, len(ranked) - 1)
     return ranked[low] + (ranked[high] - ranked[low]) * (place - low)
+
+
+#: The percentiles that a table of latencies shows.
+PERCENTS = (50, 90, 95, 99)
+
+
+def figures(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean, percentiles (``p50`` and so on) and maximum of latencies; None where there is none.
+
+    Args:
+        values: in any order.
+    """
+    if not values:
+        return None
+    ranked = sorted(values)
+    found = {f"p{percent}": percentile(ranked, percent) for percent in PERCENTS}
+    return {"mean": fmean(ranked), **found, "max": ranked[-1]}
 
 
 def goodput(

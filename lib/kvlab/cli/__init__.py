@@ -1,6 +1,7 @@
-"""The command line: ``kvlab generate``, ``kvlab calibrate``, ``kvlab bench``, ``kvlab compile``, ``kvlab simulate``."""
+"""The command line: ``kvlab generate``, ``kvlab calibrate``, ``kvlab bench``, ``kvlab compile``, ``kvlab simulate``,
+``kvlab plan``, ``kvlab diagnose``, ``kvlab loadtest``."""
 
-from kvlab.cli import compile, generate, measure, simulate
+from kvlab.cli import compile, diagnose, generate, loadtest, measure, plan, simulate
 from kvlab.cli.app import app, main
 
-__all__ = ["app", "compile", "generate", "main", "measure", "simulate"]
+__all__ = ["app", "compile", "diagnose", "generate", "loadtest", "main", "measure", "plan", "simulate"]

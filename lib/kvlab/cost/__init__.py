@@ -30,6 +30,7 @@ from kvlab.cost.memory import (
     weight_bytes_read,
 )
 from kvlab.cost.operators import Operator, cache_bytes_read, operators
+from kvlab.cost.parallel import Link, ParallelTimes, all_reduce_seconds, link_of, shard
 from kvlab.cost.parameters import Parameters, parameters
 from kvlab.cost.pool import Pool, clamp_max_tokens, pool_bytes
 from kvlab.cost.predict import Memory, Prediction, largest_batch, predict, tokens_per_verification
@@ -46,12 +47,12 @@ from kvlab.cost.roofline import (
 from kvlab.cost.steps import StepCurves, StepTimes, transfer_seconds
 
 __all__ = [
-    "FORMATS", "GB", "GIB", "Calibration", "Curve", "Device", "Flops", "Format", "Hardware", "Kernels", "Memory",
-    "Operator", "Parameters", "PassTime", "Pool", "Prediction", "Row", "StepCurves", "StepTimes", "Timed",
-    "activation_bytes",
-    "cache_bytes_read", "chunks", "clamp_max_tokens", "critical_batch", "decode_pass", "experts_touched", "flops",
-    "format_of", "hardware_names", "hardware_of", "kv_bytes", "kv_bytes_per_token", "kv_elements_per_token",
-    "largest_batch", "logits_bytes", "mbu", "mfu", "middle_step", "operators", "parameters", "pass_time", "pool_bytes",
-    "predict", "prefill_pass", "step_bytes", "tokens_per_verification", "tokens_read_again", "transfer_seconds",
-    "visible_pairs", "weight_bytes", "weight_bytes_read", "weight_read_seconds",
+    "FORMATS", "GB", "GIB", "Calibration", "Curve", "Device", "Flops", "Format", "Hardware", "Kernels", "Link",
+    "Memory", "Operator", "ParallelTimes", "Parameters", "PassTime", "Pool", "Prediction", "Row", "StepCurves",
+    "StepTimes", "Timed", "activation_bytes", "all_reduce_seconds", "cache_bytes_read", "chunks", "clamp_max_tokens",
+    "critical_batch", "decode_pass", "experts_touched", "flops", "format_of", "hardware_names", "hardware_of",
+    "kv_bytes", "kv_bytes_per_token", "kv_elements_per_token", "largest_batch", "link_of", "logits_bytes", "mbu", "mfu",
+    "middle_step", "operators", "parameters", "pass_time", "pool_bytes", "predict", "prefill_pass", "shard",
+    "step_bytes", "tokens_per_verification", "tokens_read_again", "transfer_seconds", "visible_pairs", "weight_bytes",
+    "weight_bytes_read", "weight_read_seconds",
 ]  # fmt: skip
