@@ -35,7 +35,7 @@ from kvlab.cost import (
 from kvlab.errors import ConfigError
 from kvlab.operate import traffic
 from kvlab.operate.plan import CapacityPlan, Deployment, Goal, plan
-from kvlab.operate.sizing import Instance, fitting, instance, largest
+from kvlab.operate.sizing import Instance, fitting, instance, largest, layouts
 from kvlab.operate.traffic import Load, Search, Split, judged
 from kvlab.operate.vllm import default_max_num_seqs, default_token_budget
 from kvlab.serving import Arrival, SimulatedRequest
@@ -240,6 +240,15 @@ def test_the_largest_batch_is_the_last_that_keeps_the_promise() -> None:
     full = replica.batch_in_memory(CHAT)
     assert replica.pool is not None
     assert full * replica.pool.blocks_of(1200) <= replica.pool.blocks < (full + 1) * replica.pool.blocks_of(1200)
+
+
+def test_groups_of_cards_divide_the_heads_and_the_machine() -> None:
+    """GPT-2 has 12 heads: in machines of 8 the groups are 1, 2 and 4, in machines of 6 also 3; stages come last."""
+    for machine, groups in ((8, [1, 2, 4]), (6, [1, 2, 3, 6]), (1, [1])):
+        asked = Deployment(model="gpt-2-small", hardware="t4", gpus=12, gpus_per_node=machine)
+        found = list(layouts(asked))
+        assert [ranks for ranks, stages in found if stages == 1] == groups
+        assert found[len(groups) :] == [(groups[-1], stages) for stages in range(2, 12 // groups[-1] + 1)]
 
 
 @given(st.integers(0, 50), st.integers(1, 50))

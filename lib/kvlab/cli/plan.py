@@ -152,8 +152,8 @@ def _load_lines(report: dict[str, Any]) -> list[str]:
     if split:
         pays = f"it pays: together {split['together']:.1%} do" if split["pays"] else "it does not pay"
         lines.append(
-            f"{split['prefill']} replicas that read prompts and {split['decode']} that decode: {split['kept']:.1%} keep "
-            f"the promises; {pays}"
+            f"{split['prefill']} replicas that read prompts and {split['decode']} that decode: {split['kept']:.1%} "
+            f"keep the promises; {pays}"
         )
     if cost is not None:
         lines.append(f"a million tokens of answers cost {cost:,.2f}")
