@@ -306,9 +306,11 @@ class KVCache(ABC):
         key_positions: Callable[[], Int[Tensor, "batch heads keys"]],
     ) -> dict[int | None, View]:
         """What the queries see, for each window of the layers, where every row holds its keys from position 0."""
-        return {window: self._view(positions, n_new, key_positions, window) for window in set(self.config.windows)}
+        return {
+            window: self._view_within(positions, n_new, key_positions, window) for window in set(self.config.windows)
+        }
 
-    def _view(
+    def _view_within(
         self,
         positions: Int[Tensor, "batch time"],
         n_new: tuple[int, ...],
