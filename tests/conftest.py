@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 # Before anything imports the library: the hook decorates modules as they are loaded.
@@ -23,6 +24,10 @@ from kvlab import kernels  # noqa: E402
 from kvlab.config import ModelConfig  # noqa: E402
 from kvlab.model import GPT  # noqa: E402
 from toys import random_gpt, small_config  # noqa: E402
+
+# Nothing here is about time: no case fails because another program took the processor for a moment.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def test_h2o_after_single_tokens_a_chunk_and_single_tokens_again(model: GPT) -> 
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @pytest.mark.parametrize("make", [lambda m, n: h2o(m, 4, 3, n), lambda m, n: snapkv(m, 7, batch=n)])
 def test_scores_summed_over_the_batch_rows_evict_what_each_would_alone(model: GPT, make, data: st.DataObject) -> None:
     """H2O 14."""

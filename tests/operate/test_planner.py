@@ -214,7 +214,7 @@ def test_links_that_move_nothing_are_refused(numbers: tuple[float, float]) -> No
     st.sampled_from([1, 2, 5]),
     st.sampled_from([0.5, 0.92, 1.0]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_ledger_adds_up_to_the_card(model: str, card: str, ranks: int, stages: int, claimed: float) -> None:
     asked = Deployment(model=model, hardware=card, utilization=claimed)
     try:
@@ -284,7 +284,7 @@ def test_who_came_first_is_served_and_not_judged() -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 400))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_search_ends_at_the_fewest_from_any_guess(enough: int, guess: int, most: int) -> None:
     search = Search(instance(on_h100(), 1, 1), CHAT, most)
 
