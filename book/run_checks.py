@@ -14,9 +14,10 @@ from kvbook.layout import ROOT
 STEPS = (
     ("lint", ["make", "lint"]),
     ("book", [sys.executable, "book/build_book.py"]),
-    ("tests", [sys.executable, "-m", "pytest", "--durations=8"]),
+    ("tests", [sys.executable, "-m", "pytest", "--durations=8", "-n", "auto", "--maxprocesses=4", "--dist=loadfile"]),
 )
-
+#: Several processes share the tests by file. More threads in each of them would only wait for each other.
+OF_TESTS = {"OMP_NUM_THREADS": "1"}
 
 LAST_LINES = 60  # of a step that failed: they are repeated at the end, where a log that was cut still has them
 
@@ -47,15 +48,18 @@ def main() -> int:
     environment = {**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     results = []
     for name, command in STEPS:
-        results.append(run(name, command, environment))
+        results.append(run(name, command, environment | (OF_TESTS if name == "tests" else {})))
         if name == "book":
             environment["KVLAB_BOOK_IS_BUILT"] = "yes" if results[-1][1] else "failed"
     for name, good, _, last in results:
         if not good:
-            print(f"\n=== {name} failed; its last lines again\n{''.join(last)}", end="")
+            print(f"\n=== {name} failed; its last lines again")
+            print(*(f"{name} | {line.rstrip()}" for line in last), sep="\n")
     print("\n=== summary")
     for name, good, seconds, _ in results:
         print(f"{'ok  ' if good else 'FAIL'} {name:<8} {seconds:6.0f} s")
+    if environment.get("KVLAB_BOOK_IS_BUILT") == "failed":
+        print("not run: the checks of the built pages; the book was not built")
     if browser.missing() and not browser.required():
         print(f"not run: the pages in a browser ({', '.join(browser.missing())} not found); {browser.INSTALL}")
     return int(not all(good for _, good, *_ in results))

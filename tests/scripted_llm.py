@@ -13,7 +13,7 @@ import httpx
 from kvlab.operate.exchange import Dialect, Target
 from kvlab.operate.in_process import InProcess, Reply, body, event
 from kvlab.operate.loadtest import run
-from kvlab.operate.report import Result
+from kvlab.operate.report import LoadTestResult
 from kvlab.operate.schedule import Load
 from kvlab.operate.virtual_time import run_virtually
 
@@ -89,7 +89,7 @@ def steady(ttft: float, gap: float) -> Delays:
     return lambda number, asked: [ttft] + [gap] * (asked["max_tokens"] - 1)
 
 
-def load_tested(server: Scripted, load: Load, dialect: Dialect | None = PLAIN, **target: Any) -> Result:
+def load_tested(server: Scripted, load: Load, dialect: Dialect | None = PLAIN, **target: Any) -> LoadTestResult:
     """The result of a load test in virtual time."""
     at = Target("http://server", "m", dialect=dialect, **target)
     return run_virtually(run(at, load, transport=InProcess(server.answer)))
@@ -97,7 +97,7 @@ def load_tested(server: Scripted, load: Load, dialect: Dialect | None = PLAIN, *
 
 def one(
     *pieces: bytes, status: int = 200, then: Callable[[], AsyncIterator[bytes]] | None = None, **target: Any
-) -> Result:
+) -> LoadTestResult:
     """The result of one request that gets these pieces at once, and then what ``then`` yields or raises."""
 
     async def stream() -> AsyncIterator[bytes]:

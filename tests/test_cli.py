@@ -81,7 +81,7 @@ def test_a_seed_repeats_an_answer_and_standard_input_is_a_prompt() -> None:
         (["--prompt", "x", "--kv", "int2"], "no cache is called 'int2'; kvlab has contiguous, paged, int8, int4"),
         (["--prompt", "x", "--cache", "streaming:4"], "give sinks + window, as in streaming:4+252"),
         (["--prompt", "x", "--cache", "streaming:4+510"], "514 tokens, more than the context of tiny, 512"),
-        (["--prompt", "x", "--cache", "h2o:8+8", "--kv", "int8"], "--cache h2o:8+8 and --kv int8 exclude each other"),
+        (["--prompt", "x", "--cache", "h2o:8+8", "--kv", "int8"], "'h2o:8+8:int8' would be h2o and int8 in one"),
         (["--prompt", "x", "--endless"], "ContiguousCache ends after 512 tokens"),
         (["--prompt", "x", "--endless", "--cache", "h2o:8+8"], "HeavyHitterCache ends after 512 tokens"),
     ],

@@ -36,7 +36,9 @@ def logits_of(
         model: the decoder.
         tokens: the text, at most as long as the model's context where the cache is not endless.
         cache: the cache that is judged: a kind, see :func:`kvlab.cache.make_cache`, or a function that makes one.
-        chunk: tokens of a pass. Within a pass keys are exact in every cache, so a small chunk judges more strictly.
+        chunk: tokens of a pass. Within a pass keys are exact in every cache, so a small chunk judges more strictly. A
+            cache that evicts does so after a pass: its queries see up to a chunk more than its budget. And
+            ``snapkv`` takes every pass of several tokens for a whole prompt: give it the prompt as one chunk.
 
     Raises:
         PromptError: the text is longer than the context, or has no token.

@@ -381,7 +381,7 @@ class Walk:
             assert lie[: len(sequence.tokens)] == sequence.tokens
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_whatever_happens_sequences_keep_their_tokens_and_the_books_balance(data: st.DataObject) -> None:
     walk = Walk(data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3)))

@@ -68,7 +68,7 @@ def test_decode_respects_the_window_at_window_plus_one(window: int) -> None:
     torch.testing.assert_close(got, model(tokens), **EXACT)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_ragged_rows_equal_the_rows_alone(data: st.DataObject) -> None:
     """Any lengths, padded left or right, over several passes: padding is never written and never seen."""

@@ -113,7 +113,7 @@ def test_storage_is_born_zero_and_copies_whole_blocks_in_all_layers() -> None:
 # Padding, poison, errors.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_ragged_rows_equal_the_rows_alone(data: st.DataObject) -> None:
     """Any lengths, padded left or right, over several passes, in blocks of any size; unwritten slots hold NaN."""
@@ -315,7 +315,7 @@ class Family:
         return True
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_appending_never_changes_a_fork_and_no_block_is_lost(data: st.DataObject) -> None:
     """Appends, forks, selections, crops and resets in any order, in a pool that is often too small."""

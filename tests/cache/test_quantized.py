@@ -132,7 +132,7 @@ def test_the_residual_window_is_exact_after_prefill_too(prompt: int, residual: i
             assert torch.equal(read[side][0, :, newest], fed.kv[side, layer, 0, :, newest])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), st.sampled_from([8, 4]), st.sampled_from([0, 3, 32]))
 def test_any_chunking_of_ragged_rows_ends_in_the_same_codes(data: st.DataObject, bits: int, residual: int) -> None:
     """Padded left or right, in any number of passes: each row reads as if it had come alone and at once."""

@@ -65,7 +65,7 @@ class Machine:
                 torch.testing.assert_close(got, self.alone(request, wanted).to(got.dtype), **(tolerance or EXACT))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_mix_of_prompts_chunks_tokens_and_drafts_equals_a_full_recompute(data: st.DataObject) -> None:
     """With windows and without; lengths on both sides of where spans are attended at once."""

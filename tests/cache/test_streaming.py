@@ -61,7 +61,7 @@ def test_without_sinks_it_is_the_plain_window() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rows_of_a_batch_are_what_they_are_alone(model: GPT, data: st.DataObject) -> None:
     sinks = data.draw(st.integers(0, 4), "sinks")
     window, batch = data.draw(st.integers(1, 8), "window"), data.draw(st.integers(1, 3), "batch")

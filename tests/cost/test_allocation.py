@@ -30,7 +30,7 @@ def name_of(dtype: torch.dtype) -> str:
 # Caches.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_allocated_and_used_bytes_are_the_formula(data: st.DataObject) -> None:
     """lingua 44, torchtune 38 sized a cache by n_head. A contiguous cache keeps what a window has passed."""

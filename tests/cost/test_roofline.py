@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.config import MLA, ModelConfig, MoE
@@ -284,7 +284,6 @@ passes = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(shapes(), passes)
 def test_operators_add_up(config: ModelConfig, rows: list[Row]) -> None:
     """FLOPs to flops(); matrices to weight_bytes_read(); keys and values to cache_bytes_read()."""
@@ -308,7 +307,6 @@ def test_operators_add_up(config: ModelConfig, rows: list[Row]) -> None:
 # Time.
 
 
-@settings(deadline=None)
 @given(shapes(), passes)
 def test_a_pass_at_the_peak_is_the_sum_of_its_slower_sides(config: ModelConfig, rows: list[Row]) -> None:
     timed = pass_time(config, rows, SHEET, "float16")

@@ -78,7 +78,7 @@ def even(decodes: int, held: int) -> list[Row]:
     return [Row(1, held // decodes + (row < held % decodes)) for row in range(decodes)]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(pairs, st.integers(0, 40), st.one_of(st.integers(0, 60), st.integers(0, 200_000)), prompts)
 def test_a_step_takes_what_its_pass_takes(pair: tuple[int, int], decodes: int, held: int, rows: list[Row]) -> None:
     held = held if decodes else 0
@@ -87,7 +87,6 @@ def test_a_step_takes_what_its_pass_takes(pair: tuple[int, int], decodes: int, h
     assert TIMES[pair].seconds(decodes, held, rows) == pytest.approx(expected.seconds, rel=1e-9, abs=0)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(sorted(pair for pair in TIMES if MODELS[pair[0]] in ("gpt-2-small", "llama-3-8b"))),
     st.lists(st.integers(0, 9000), min_size=1, max_size=20),
@@ -100,7 +99,6 @@ def test_where_all_is_seen_only_the_sum_of_the_lengths_counts(
     assert TIMES[pair].seconds(len(lengths), sum(lengths), rows) == pytest.approx(uneven, rel=1e-9, abs=0)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(range(len(MODELS))), st.lists(st.integers(0, 9000), min_size=1, max_size=20))
 def test_uneven_rows_take_no_longer(model: int, lengths: list[int]) -> None:
     """Windows and latents: rows of equal length read the most. At the peaks, less work is less time."""

@@ -57,7 +57,7 @@ def test_prefill_and_decode_by_hand(model: GPT) -> None:
     assert cache.length == 6
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=9), min_size=1, max_size=4), st.integers(1, 6))
 def test_a_ragged_batch_gives_each_row_what_it_gets_alone(prompts: list[list[int]], n: int) -> None:
     model = random_gpt(small_config(windows=(None, 4)))

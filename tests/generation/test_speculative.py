@@ -107,7 +107,7 @@ def test_greedy_tokens_are_those_of_generate(name: str, drafter: Drafter) -> Non
     assert 1 + run.accepted + run.passes == 24
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     prompt=st.lists(st.integers(0, 3), min_size=1, max_size=20),
     n=st.integers(1, 16),
@@ -410,7 +410,7 @@ def scanned(tokens: list[int], drafted: int, longest: int, shortest: int) -> lis
     return []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40),
     cuts=st.sets(st.integers(1, 40)),
@@ -463,7 +463,7 @@ def test_a_draft_model_returns_what_it_drew_from() -> None:
     assert (draft.probs[range(3), draft.tokens] > 0).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=1, max_size=5), st.integers(0, 6))
 def test_a_draft_model_copes_with_any_sequence_after_any_other(sequences: list[list[int]], most: int) -> None:
     """Its cache goes back to what they share: the draft is that of a fresh one."""

@@ -27,6 +27,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missed = [item for item in items if needs_gpu(item)]
     items[:] = [item for item in items if not needs_gpu(item)]
     config.stash[MISSED] = len(missed)
+    if hasattr(config, "workeroutput"):  # of pytest-xdist, whose controller collects nothing itself
+        config.workeroutput["gpu_tests_missed"] = len(missed)
     config.hook.pytest_deselected(items=missed)
 
 

@@ -98,7 +98,7 @@ class Case:
     block_size=st.sampled_from([1, 3, 16, 32]), window=st.sampled_from([0, 1, 7, 16, 255, 257]),
     dtype=st.sampled_from(DTYPES), seed=st.integers(0, 9),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_requests_get_the_softmax_over_what_they_see(
     lengths: list[int], n_kv_head: int, group: int, head_dim: int, block_size: int, window: int, dtype: torch.dtype,
     seed: int,

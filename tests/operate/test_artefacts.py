@@ -11,7 +11,7 @@ import pytest
 
 from kvlab.operate.artefacts import Caution
 from kvlab.operate.record import Fault, Record
-from kvlab.operate.report import Result
+from kvlab.operate.report import LoadTestResult
 
 RUNS = Path(__file__).parent / "fixtures" / "runs"
 SETTINGS = {"requests": 4, "shared_prompts": False, "template_tokens": 0}
@@ -33,7 +33,7 @@ def paced(first: float, *gaps: float) -> list[float]:
 def cautions(
     *records: Record, lags: tuple[float, ...] = (), interrupted: bool = False, **settings: Any
 ) -> list[Caution]:
-    return Result(SETTINGS | settings, list(records), interrupted, list(lags)).warnings()
+    return LoadTestResult(SETTINGS | settings, list(records), interrupted, list(lags)).warnings()
 
 
 def kinds(*records: Record, **more: Any) -> list[str]:
@@ -122,7 +122,7 @@ def test_capped_answers_are_said_and_are_no_failures() -> None:
     (found,) = cautions(record)
     assert found.kind == "capped"
     assert "48 of 100 tokens" in found.message
-    assert Result(SETTINGS, [record]).report()["failed"] == 0
+    assert LoadTestResult(SETTINGS, [record]).report()["failed"] == 0
 
 
 def test_answers_that_end_by_themselves() -> None:

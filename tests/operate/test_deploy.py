@@ -19,7 +19,7 @@ from kvlab.errors import ConfigError
 from kvlab.operate.deploy import Server, emit_k8s, emit_ray, emit_vllm
 from kvlab.operate.plan import CapacityPlan, Deployment, Goal
 from kvlab.operate.sizing import fitting, instance
-from kvlab.operate.traffic import Load, Split
+from kvlab.operate.traffic import Split, Trial
 from kvlab.operate.vllm import kv_cache_dtype, quantization, serves
 
 GOAL = Goal(prompt_tokens=800, output_tokens=200, rate=30, ttft=0.5, tpot=0.05)
@@ -33,7 +33,7 @@ def server(model: str = "llama-3.1-8b", card: str = "h100-sxm", replicas: int = 
     split = asked.pop("split", None)
     deployment = Deployment(model=model, hardware=card, **asked)
     replica = fitting(deployment, GOAL)[0]
-    load = Load(replicas, GOAL.rate / replicas, 1.0, {"running_mean": 12.3})
+    load = Trial(replicas, GOAL.rate / replicas, 1.0, {"running_mean": 12.3})
     return CapacityPlan(deployment=deployment, goal=GOAL, replica=replica, load=load, split=split)._server()
 
 
@@ -234,7 +234,7 @@ def test_forms_and_cards_without_a_server_are_refused() -> None:
     laptop = Deployment(model="qwen2.5-0.5b", hardware="m4-pro")
     assert not serves(laptop.card)
     plan = CapacityPlan(
-        deployment=laptop, goal=GOAL, replica=instance(laptop, 1, 1), load=Load(1, 1.0, 1.0, {"running_mean": 1.0})
+        deployment=laptop, goal=GOAL, replica=instance(laptop, 1, 1), load=Trial(1, 1.0, 1.0, {"running_mean": 1.0})
     )
     with pytest.raises(ConfigError, match="vllm serve has no build for Apple M4 Pro"):
         plan.emit("vllm")

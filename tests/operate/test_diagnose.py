@@ -344,7 +344,7 @@ def test_host_overhead_is_judged_by_the_bytes_of_a_step() -> None:
 NAMES = sorted({line.split("{")[0] for line in captured("vllm_tinykv_preempt_after").splitlines() if line[0] != "#"})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(gone=st.sets(st.sampled_from(NAMES), max_size=len(NAMES)))
 def test_a_metric_that_is_missing_is_no_crash(gone: set[str]) -> None:
     kept = [

@@ -406,7 +406,7 @@ traffic = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(traffic, st.integers(13, 24), st.integers(1, 4), st.integers(4, 64))
 def test_whatever_comes_and_goes_tokens_are_counted_right_and_nothing_leaks(
     asks: list[tuple[float, int, int, float | None]], blocks: int, max_running: int, token_budget: int

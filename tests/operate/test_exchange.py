@@ -16,7 +16,7 @@ from kvlab.operate.exchange import Dialect, Target, simpler
 from kvlab.operate.in_process import InProcess, Reply, body, event
 from kvlab.operate.loadtest import run
 from kvlab.operate.record import Record
-from kvlab.operate.report import Result
+from kvlab.operate.report import LoadTestResult
 from kvlab.operate.schedule import Load
 from kvlab.operate.virtual_time import run_virtually
 from scripted_llm import PLAIN, Scripted, broken, chunk, load_tested, never, one, steady, usage
@@ -26,14 +26,14 @@ DONE = event("[DONE]")
 WHOLE = (chunk("a"), chunk("b"), chunk("c", "length"), usage(5, 3), DONE)
 
 
-def outcome(result: Result) -> tuple[str | None, int]:
+def outcome(result: LoadTestResult) -> tuple[str | None, int]:
     """The kind of error of a single request, and how many chunks it got."""
     (record,) = result.records
     assert record.end_s is not None
     return record.error.kind if record.error else None, len(record.chunks_s)
 
 
-def said(result: Result) -> str:
+def said(result: LoadTestResult) -> str:
     (record,) = result.records
     assert record.error is not None
     assert "\n" not in record.error.message
@@ -195,10 +195,10 @@ async def serving(handler: Handler) -> AsyncIterator[tuple[str, asyncio.Server]]
             await asyncio.gather(*busy)
 
 
-def on_a_socket(handler: Handler, load: Load) -> Result:
+def on_a_socket(handler: Handler, load: Load) -> LoadTestResult:
     """The result of a load test against a raw server on loopback."""
 
-    async def go() -> Result:
+    async def go() -> LoadTestResult:
         async with serving(handler) as (url, _):
             return await run(Target(url, "m", dialect=PLAIN), load)
 
@@ -343,7 +343,7 @@ def test_many_at_once_over_sockets_lose_and_double_nothing() -> None:
 
 
 def test_nobody_listens() -> None:
-    async def go() -> Result:
+    async def go() -> LoadTestResult:
         async with serving(Keeping("answer")) as (url, _):
             pass
         return await run(Target(url, "m", dialect=known), Load(requests=2, workload="fixed:5/3", warmup=0))
@@ -369,7 +369,7 @@ def test_the_server_dies_in_the_middle_and_the_report_is_complete() -> None:
                 break
             writer.write(http(*WHOLE))
 
-    async def go() -> Result:
+    async def go() -> LoadTestResult:
         load = Load(requests=20, concurrency=2, workload="fixed:5/3", warmup=0)
         async with serving(dies) as (url, listener):
             listening.append(listener)

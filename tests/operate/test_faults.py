@@ -95,7 +95,7 @@ def test_a_proxy_passes_on_what_it_has_when_it_has_enough() -> None:
     assert found == [(1.0, b"abcd"), (2.0, b"efghij"), (4.0, b"kl")]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.binary(min_size=1, max_size=9), max_size=12), st.integers(1, 30))
 def test_a_proxy_changes_no_byte(parts: list[bytes], size: int) -> None:
     found = [piece for _, piece in received(BufferingProxy(size), *parts)]
@@ -124,7 +124,7 @@ def test_a_slow_reader_waits_between_pieces_and_disturbs_nobody_else() -> None:
     assert [b - a for a, b in pairwise(quick.times[:4])] == [DECODE_S] * 3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 16))
 def test_a_busy_client_works_on_one_request_at_a_time(gaps: list[int], work: int) -> None:
     """A queue with one place: everybody starts when they are due or when the one before is done (Lindley)."""

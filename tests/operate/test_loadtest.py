@@ -17,7 +17,7 @@ from kvlab.operate.exchange import Dialect, Target
 from kvlab.operate.in_process import InProcess, Reply, body, event
 from kvlab.operate.loadtest import Progress, loadtest, run
 from kvlab.operate.record import Record
-from kvlab.operate.report import Result
+from kvlab.operate.report import LoadTestResult
 from kvlab.operate.schedule import Load
 from kvlab.operate.virtual_time import run_virtually
 from kvlab.timing import percentile
@@ -115,7 +115,7 @@ def test_coordinated_omission_latencies_count_from_when_a_request_was_due(tmp_pa
 def test_a_client_that_is_late_adds_its_lag_to_the_latency_and_reports_it() -> None:
     record = Record(0, 1.0, 4, 2, sent_s=1.25, chunks_s=[2.0, 2.5], end_s=2.5, finish_reason="length", output_tokens=2)
     assert (record.ttft, record.e2e, record.send_lag) == (1.0, 1.5, 0.25)
-    assert Result(SETTINGS, [record]).report()["send_lag_s"]["p50"] == 0.25
+    assert LoadTestResult(SETTINGS, [record]).report()["send_lag_s"]["p50"] == 0.25
 
 
 @pytest.mark.parametrize("concurrency", [1, 100, 200])
@@ -352,7 +352,7 @@ def test_figures_are_of_what_was_completed_and_tokens_of_all() -> None:
 def test_an_interrupted_run_keeps_what_there_is_and_marks_it() -> None:
     server = Scripted(steady(1.0, 1.0))
 
-    async def cut_short() -> Result:
+    async def cut_short() -> LoadTestResult:
         load = Load(requests=10, concurrency=2, workload="fixed:4/3", warmup=0)
         running = asyncio.create_task(
             run(Target("http://s", "m", dialect=PLAIN), load, transport=InProcess(server.answer))
@@ -456,7 +456,7 @@ def test_a_result_comes_back_from_its_json() -> None:
 
     load = Load(requests=30, rate=20, workload="uniform:4-9/1-6", warmup=0)
     result = run_virtually(run(Target("http://s", "m", dialect=PLAIN), load, transport=InProcess(answer)))
-    again = Result.from_json(json.loads(json.dumps(result.to_json())))
+    again = LoadTestResult.from_json(json.loads(json.dumps(result.to_json())))
     assert again.records == result.records
     figures = result.report() | {"loop_lag_s": None}
     assert again.report() == figures
@@ -475,7 +475,7 @@ def test_a_result_comes_back_from_its_json() -> None:
 )
 def test_what_is_no_result_is_refused(data: Any) -> None:
     with pytest.raises(MeasureError, match="kvlab-loadtest"):
-        Result.from_json(data)
+        LoadTestResult.from_json(data)
 
 
 def test_the_report_for_people() -> None:
@@ -509,13 +509,13 @@ def test_a_saved_result_is_whole(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", "utf8")
     with pytest.raises(MeasureError, match="cannot be written to"):
-        Result(SETTINGS, []).save(tmp_path / "file")
+        LoadTestResult(SETTINGS, []).save(tmp_path / "file")
 
 
 def test_a_half_written_file_never_takes_the_place_of_a_whole_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = Result(SETTINGS, [])
+    result = LoadTestResult(SETTINGS, [])
     result.save(tmp_path)
     before = (tmp_path / "loadtest.json").read_bytes()
 
@@ -539,7 +539,7 @@ def test_a_file_is_written_beside_its_place_and_moved_there(tmp_path: Path, monk
         return whole(self, data)
 
     monkeypatch.setattr(Path, "write_bytes", beside)
-    assert len(Result(SETTINGS, []).save(tmp_path)) == 4
+    assert len(LoadTestResult(SETTINGS, []).save(tmp_path)) == 4
 
 
 def test_inside_a_running_loop_one_awaits() -> None:
@@ -563,7 +563,7 @@ def test_figures_agree_with_those_of_vllm_bench(name: str) -> None:
             index, 0.0, 64, tokens, sent_s=0.0, chunks_s=chunks, end_s=chunks[-1], status=200, finish_reason="length",
             prompt_tokens=64, output_tokens=tokens, counted=True,
         ))  # fmt: skip
-    found = Result(SETTINGS, records).report()
+    found = LoadTestResult(SETTINGS, records).report()
     table = (FIXTURES / "bench" / f"{name}.table.txt").read_text("utf8")
     printed = {
         line.split(":")[0].strip(): float(line.split(":")[1]) for line in table.splitlines() if line.count(":") == 1

@@ -36,7 +36,7 @@ from kvlab.errors import ConfigError
 from kvlab.operate import traffic
 from kvlab.operate.plan import CapacityPlan, Deployment, Goal, plan
 from kvlab.operate.sizing import Instance, fitting, instance, largest, layouts
-from kvlab.operate.traffic import Load, Search, Split, judged
+from kvlab.operate.traffic import Search, Split, Trial, judged
 from kvlab.operate.vllm import default_max_num_seqs, default_token_budget
 from kvlab.serving import Arrival, SimulatedRequest
 
@@ -214,7 +214,7 @@ def test_links_that_move_nothing_are_refused(numbers: tuple[float, float]) -> No
     st.sampled_from([1, 2, 5]),
     st.sampled_from([0.5, 0.92, 1.0]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_ledger_adds_up_to_the_card(model: str, card: str, ranks: int, stages: int, claimed: float) -> None:
     asked = Deployment(model=model, hardware=card, utilization=claimed)
     try:
@@ -284,7 +284,7 @@ def test_who_came_first_is_served_and_not_judged() -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 400))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_search_ends_at_the_fewest_from_any_guess(enough: int, guess: int, most: int) -> None:
     search = Search(instance(on_h100(), 1, 1), CHAT, most)
 
@@ -292,8 +292,8 @@ def test_a_search_ends_at_the_fewest_from_any_guess(enough: int, guess: int, mos
         def __contains__(self, _: object) -> bool:
             return True
 
-        def __getitem__(self, replicas: int) -> Load:
-            return Load(replicas, 1.0, 1.0 if replicas >= enough else 0.5, {})
+        def __getitem__(self, replicas: int) -> Trial:
+            return Trial(replicas, 1.0, 1.0 if replicas >= enough else 0.5, {})
 
     search.known = Simulated()
     assert search.fewest(guess) == (enough if enough <= most else None)
@@ -302,8 +302,8 @@ def test_a_search_ends_at_the_fewest_from_any_guess(enough: int, guess: int, mos
 def test_a_longer_run_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three seem enough in a short run; their queue grows, and a long one shows it. Four it is."""
 
-    def served(replica: Instance, goal: Goal, replicas: int, length: int = 1) -> Load:
-        return Load(replicas, goal.rate / replicas, float(replicas >= (4 if length > 1 else 3)), {})
+    def served(replica: Instance, goal: Goal, replicas: int, length: int = 1) -> Trial:
+        return Trial(replicas, goal.rate / replicas, float(replicas >= (4 if length > 1 else 3)), {})
 
     monkeypatch.setattr(traffic, "load", served)
     search = Search(instance(on_h100(), 1, 1), CHAT, 10)

@@ -30,7 +30,7 @@ def test_a_shift_never_overflows_all_256_pairs_come_back() -> None:
     assert torch.equal(unpack(packed, 4), pairs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from([2, 4, 8]))
 def test_what_is_packed_comes_back(data: st.DataObject, bits: int) -> None:
     rows, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6)) * 8 // bits

@@ -27,7 +27,7 @@ def within_half_a_step(made: Quantized, values: Tensor) -> None:
     assert (off <= step / 2 + slack).all(), (off / step).max()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.floats(-6e4, 6e4, width=32), min_size=16, max_size=16),
     st.sampled_from(GRIDS),
@@ -45,7 +45,7 @@ def test_no_value_is_off_by_more_than_half_a_step(
     within_half_a_step(made, given_)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=8, max_size=8), st.sampled_from([2, 4, 8]))
 def test_an_asymmetric_grid_covers_the_whole_range(values: list[float], bits: int) -> None:
     """The smallest value has code 0, the largest the last, whatever their signs."""

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 NAMES = ["kernel", "packed", "dequantize", "torch"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_the_best_product_is_taken_at_every_number_of_rows_that_was_measured(data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=7, unique=True))

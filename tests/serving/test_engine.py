@@ -200,7 +200,7 @@ def traffic(draw: st.DrawFn) -> list[tuple[float, int, int, int]]:
     return [(sum(gaps[: index + 1]), *draw(sizes)) for index in range(len(gaps))]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(
     traffic(), st.integers(15, 40), st.integers(1, 4), st.sampled_from(Policy), st.sampled_from(Order), st.booleans()
 )

@@ -27,7 +27,7 @@ def ranked(values: list[float], percent: float) -> float:
     return sorted(values)[int(percent / 100 * (len(values) - 1))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(trace=TRACES, run=RUNS)
 def test_a_summary_says_what_the_whole_log_says(trace: list[tuple[float, int, int]], run: dict[str, Any]) -> None:
     log, summary = EventLog(), Summary()
@@ -61,7 +61,7 @@ def test_a_summary_says_what_the_whole_log_says(trace: list[tuple[float, int, in
     assert report["running_mean"] == pytest.approx(ran)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(trace=TRACES, run=RUNS)
 def test_equal_steps_taken_in_one_give_the_figures_of_single_steps(
     trace: list[tuple[float, int, int]], run: dict[str, Any]
@@ -151,7 +151,7 @@ def test_a_percentile_of_nothing_is_refused() -> None:
         Histogram().percentile(50)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(mine=TRACES, theirs=TRACES, run=RUNS)
 def test_merged_summaries_are_those_of_both(
     mine: list[tuple[float, int, int]], theirs: list[tuple[float, int, int]], run: dict[str, Any]

@@ -122,7 +122,7 @@ def test_prefixes_that_were_found_are_counted_in_tokens() -> None:
     assert found["iteration_tokens_total_sum"] == 9 + 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(trace=TRACES, run=RUNS)
 def test_the_page_agrees_with_the_log_and_counters_never_fall(
     trace: list[tuple[float, int, int]], run: dict[str, Any]

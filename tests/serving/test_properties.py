@@ -126,7 +126,7 @@ def scheduler_of(case: Case) -> Scheduler:
     )
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 @given(cases(), st.sets(st.integers(1, 40), max_size=2), st.integers(0, 3))
 def test_everybody_says_what_they_say_alone(case: Case, failing_calls: set[int], drafted: int) -> None:
     scheduler = scheduler_of(case)
@@ -166,7 +166,7 @@ def toy() -> GPT:
     return random_gpt(small_config(n_layer=2, windows=(None, 5)), torch.float64)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(case=cases(vocab=61), drafting=st.booleans(), failing_calls=st.sets(st.integers(1, 20), max_size=1))
 def test_a_float64_model_says_in_company_what_it_says_alone(
     toy: GPT, case: Case, drafting: bool, failing_calls: set[int]

@@ -12,7 +12,7 @@ from statistics import correlation, fmean, pstdev
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.errors import ConfigError
@@ -192,7 +192,6 @@ def text(arrival: Arrival) -> list[tuple[str, int, int]]:
     return system + [("session", arrival.session, position) for position in range(own)]
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 4),
     st.sampled_from([(0, 0), (1, 1), (1, 8), (2, 12), (3, 21)]),

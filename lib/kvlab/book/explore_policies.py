@@ -16,8 +16,7 @@ from torch import Tensor
 from kvlab.book.calculators.words import binary, some, three
 from kvlab.book.colours import CACHE, CACHE_SURFACE, DECODE_SURFACE, IDLE, PREFILL
 from kvlab.book.figures import figure, label_text
-from kvlab.cache import KVCache, StreamingCache, make_cache, visible
-from kvlab.cache.heavy_hitter import EvictingCache
+from kvlab.cache import EvictingCache, KVCache, StreamingCache, make_cache, visible
 from kvlab.errors import ConfigError
 from kvlab.generation import decode, prefill
 from kvlab.resources import resource

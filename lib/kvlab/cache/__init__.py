@@ -10,18 +10,20 @@ import torch
 from kvlab.cache.base import ENDLESS, KVCache, Step, View, Visibility, classify, positions_from_mask, visible
 from kvlab.cache.block_pool import ROOT, BlockPool
 from kvlab.cache.contiguous import ContiguousCache, NoCache
-from kvlab.cache.heavy_hitter import HeavyHitterCache, SnapKVCache
+from kvlab.cache.evicting import EvictingCache
+from kvlab.cache.heavy_hitter import HeavyHitterCache
 from kvlab.cache.paged import BlockStorage, PagedCache
 from kvlab.cache.quantized import QuantizedCache
 from kvlab.cache.ragged import BlockView, RaggedBatch, Span
+from kvlab.cache.snapkv import SnapKVCache
 from kvlab.cache.streaming import SinkView, StreamingCache
 from kvlab.config import ModelConfig
 from kvlab.errors import ConfigError
 
 __all__ = [
-    "ENDLESS", "ROOT", "BlockPool", "BlockStorage", "BlockView", "ContiguousCache", "HeavyHitterCache", "KVCache",
-    "NoCache", "PagedCache", "QuantizedCache", "RaggedBatch", "SinkView", "SnapKVCache", "Span", "Step",
-    "StreamingCache", "View", "Visibility", "classify", "is_endless", "make_cache", "positions_from_mask", "visible",
+    "ENDLESS", "ROOT", "BlockPool", "BlockStorage", "BlockView", "ContiguousCache", "EvictingCache", "HeavyHitterCache",
+    "KVCache", "NoCache", "PagedCache", "QuantizedCache", "RaggedBatch", "SinkView", "SnapKVCache", "Span", "Step",
+    "StreamingCache", "View", "Visibility", "classify", "make_cache", "positions_from_mask", "visible",
 ]  # fmt: skip
 
 
@@ -73,24 +75,19 @@ def make_cache(
     return _maker(kind)(config, batch, max_len, dtype, device)
 
 
-def is_endless(kind: str, config: ModelConfig) -> bool:
-    """Whether a cache of this kind goes on past the model's context.
-
-    Args:
-        kind: see :func:`make_cache`.
-        config: the model's shape.
-    """
-    return kind.partition(":")[0] in ("window", "streaming") and config.position == "rope"
-
-
 def _maker(kind: str) -> Callable[..., KVCache]:
-    name, _, sizes = kind.partition(":")
+    name, sizes, other = (*kind.split(":", 2), "", "")[:3]
     if name not in _SIZED:
         if kind not in _KINDS:
             known = [*_KINDS, *(example for _, example, _ in _SIZED.values())]
             raise ConfigError(f"no cache is called {kind!r}; kvlab has {', '.join(known)}")
         return _KINDS[kind]
     fields, example, maker = _SIZED[name]
+    if other:
+        raise ConfigError(
+            f"{kind!r} would be {name} and {other} in one: {name} drops or turns tokens one by one, while codes of 32 "
+            "tokens share a scale and blocks are shared between rows; choose one of the two"
+        )
     numbers = sizes.split("+")
     if len(numbers) != len(fields) or not all(number.isdecimal() for number in numbers):
         raise ConfigError(

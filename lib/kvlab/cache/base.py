@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -304,18 +304,23 @@ class KVCache(ABC):
         positions: Int[Tensor, "batch time"],
         n_new: tuple[int, ...],
         key_positions: Callable[[], Int[Tensor, "batch heads keys"]],
-        windows: Iterable[int | None],
     ) -> dict[int | None, View]:
-        """What the queries see, for each of the windows, where every row holds its keys from position 0.
+        """What the queries see, for each window of the layers, where every row holds its keys from position 0."""
+        return {
+            window: self._view_within(positions, n_new, key_positions, window) for window in set(self.config.windows)
+        }
 
-        The key positions are asked for only where the rule needs a mask.
-        """
-        views = {}
-        for window in set(windows):
-            kind = classify(positions, n_new, 0, window)
-            mask = visible(key_positions(), positions, window) if kind is Visibility.MASK else None
-            views[window] = View(kind, None if mask is None else mask.to(self.device))
-        return views
+    def _view_within(
+        self,
+        positions: Int[Tensor, "batch time"],
+        n_new: tuple[int, ...],
+        key_positions: Callable[[], Int[Tensor, "batch heads keys"]],
+        window: int | None,
+    ) -> View:
+        """What the queries see. The key positions are asked for only where the rule needs a mask."""
+        kind = classify(positions, n_new, 0, window)
+        mask = visible(key_positions(), positions, window) if kind is Visibility.MASK else None
+        return View(kind, None if mask is None else mask.to(self.device))
 
     def ends(self, n_new: Sequence[int]) -> list[int]:
         """Tokens that each row will have seen once a pass is committed.

@@ -65,7 +65,7 @@ class ContiguousCache(KVCache):
         return ContiguousStep(
             positions=on_device,
             n_new=n_new,
-            views=self._views(positions, n_new, lambda: self._slot_positions(n_new), self.config.windows),
+            views=self._views(positions, n_new, lambda: self._slot_positions(n_new)),
             windows=self.config.windows,
             n_keys=n_keys,
             slots=on_device[0] if together else None,
@@ -156,8 +156,7 @@ class NoCache(KVCache):
         return 0
 
     def _lay_out(self, positions: Int[Tensor, "batch time"], n_new: tuple[int, ...]) -> Step:
-        own = torch.where(positions < 0, UNWRITTEN, positions)[:, None]
-        views = self._views(positions, n_new, lambda: own, self.config.windows)
+        views = self._views(positions, n_new, lambda: torch.where(positions < 0, UNWRITTEN, positions)[:, None])
         return Step(positions.to(self.device), n_new, views, self.config.windows)
 
     def append(

@@ -165,7 +165,7 @@ class PagedCache(KVCache):
         return PagedStep(
             positions=positions.to(self.device),
             n_new=n_new,
-            views=self._views(positions, n_new, lambda: self._slot_positions(n_new), self.config.windows),
+            views=self._views(positions, n_new, lambda: self._slot_positions(n_new)),
             windows=self.config.windows,
             tokens=(rows.to(self.device), columns.to(self.device)),
             slots=torch.cat(slots).to(self.device) if slots else torch.empty(0, dtype=torch.long, device=self.device),

@@ -119,7 +119,7 @@ class QuantizedCache(KVCache):
         return QuantizedStep(
             positions=positions.to(self.device),
             n_new=n_new,
-            views=self._views(positions, n_new, lambda: self._slot_positions(n_new), self.config.windows),
+            views=self._views(positions, n_new, lambda: self._slot_positions(n_new)),
             windows=self.config.windows,
             n_keys=max(ends),
             cold=tuple(self._cold),

@@ -138,8 +138,8 @@ class StreamingCache(KVCache):
 
     def _fitting(self, positions: Int[Tensor, "batch time"], n_new: tuple[int, ...]) -> StreamingStep:
         """Nothing has to leave: slot i holds token i, and a query sees all before it."""
-        views = self._views(positions, n_new, lambda: self._slot_positions(n_new), (None,))
-        return self._step(positions, n_new, views[None], max(self.ends(n_new)))
+        view = self._view_within(positions, n_new, lambda: self._slot_positions(n_new), None)
+        return self._step(positions, n_new, view, max(self.ends(n_new)))
 
     def _single(self, positions: Int[Tensor, "batch 1"], n_new: tuple[int, ...]) -> StreamingStep:
         """One query a row: its token takes the place of the one that leaves its window, the sinks are turned to it."""

@@ -10,7 +10,6 @@ import typer
 
 import kvlab
 from kvlab.cli.app import app, compiled_step
-from kvlab.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvlab.generation import Generation, Sampling
@@ -97,15 +96,10 @@ def generate(
 
 
 def _kind(cache: str, kv: str) -> str:
-    """The one kind that both options name; what drops tokens keeps the others as they are."""
+    """The one kind that both options name; ``make_cache`` refuses those that exclude each other."""
     if cache == "full":
         return kv
-    if kv != "contiguous":
-        raise ConfigError(
-            f"--cache {cache} and --kv {kv} exclude each other: codes span 32 tokens with one scale, and this cache "
-            "drops or turns tokens one by one; choose one of the two"
-        )
-    return cache
+    return cache if kv == "contiguous" else f"{cache}:{kv}"
 
 
 def _write(text: str, quiet: bool) -> None:

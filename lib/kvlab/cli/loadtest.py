@@ -18,7 +18,7 @@ from kvlab.errors import ConfigError
 if TYPE_CHECKING:
     from kvlab.operate.loadtest import Progress as Now
     from kvlab.operate.loadtest import Tell
-    from kvlab.operate.report import Result
+    from kvlab.operate.report import LoadTestResult
 
 _WORKLOAD = typer.Option(
     help="`azure-conv`, `azure-code` (lengths of real traffic), `fixed:PROMPT/OUTPUT`, "
@@ -175,7 +175,7 @@ def _said(now: Now) -> str:
     return f"{now.seconds:.0f} s: {now.sent:,} of {now.total:,} sent, {answered}"
 
 
-def _print_result(result: Result) -> None:
+def _print_result(result: LoadTestResult) -> None:
     from rich.console import Console
     from rich.table import Table
 

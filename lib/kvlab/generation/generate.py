@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlab.cache import ContiguousCache, KVCache, is_endless, make_cache, positions_from_mask
+from kvlab.cache import ContiguousCache, KVCache, make_cache, positions_from_mask
 from kvlab.errors import ConfigError, SamplingError
 from kvlab.generation.compiled import CompiledDecode
 from kvlab.generation.prompts import Prompt, limits, padded, token_rows
@@ -284,12 +284,10 @@ def prepare(
     """Check what was asked for and make what it takes. Arguments and errors are those of :func:`generate`."""
     network, tokenizer = (model.model, model.tokenizer) if isinstance(model, LoadedModel) else (model, None)
     rows = token_rows(prompts, tokenizer, network.config.vocab_size)
-    seen = [0] * len(rows) if isinstance(cache, str) else cache.rows_seen
-    endless = is_endless(cache, network.config) if isinstance(cache, str) else cache.endless
-    most = limits(network.config, rows, seen, max_new_tokens, endless)
     if isinstance(cache, str):
-        room = max(len(row) + limit - 1 for row, limit in zip(rows, most, strict=True))
+        room = min(max(map(len, rows)) + max(max_new_tokens, 1) - 1, network.config.max_seq_len)
         cache = make_cache(cache, network.config, len(rows), room, network.dtype, network.device)
+    most = limits(network.config, rows, cache.rows_seen, max_new_tokens, cache.endless)
     eos = () if ignore_eos else (tokenizer.eos_token_ids if tokenizer else network.config.eos_token_ids)
     return Work(
         network,

@@ -1,5 +1,7 @@
 """An OpenAI-compatible server without a socket: an engine of this library, asked as a real server is asked.
 
+On the loop of :mod:`kvlab.operate.virtual_time`::
+
     engine = Replica(model="llama-3-8b", hardware="h100-sxm").engine()
     async with EngineServer(engine, "llama-3-8b") as server:
         result = await run(Target("http://lab", "llama-3-8b"), Load(rate=4), transport=InProcess(server.answer))

@@ -39,7 +39,7 @@ from kvlab.operate.faults import (
 from kvlab.operate.in_process import InProcess
 from kvlab.operate.loadtest import run
 from kvlab.operate.prometheus import read_page
-from kvlab.operate.report import Result
+from kvlab.operate.report import LoadTestResult
 from kvlab.operate.schedule import Load
 from kvlab.operate.virtual_time import run_virtually
 from kvlab.serving import Replica
@@ -79,7 +79,7 @@ class Observed:
     """
 
     scene: Scene
-    result: Result
+    result: LoadTestResult
     pages: tuple[str, str]
     facts: Facts
 
@@ -92,7 +92,7 @@ class Observed:
         """One figure; latencies in seconds, 0 where there is none.
 
         Args:
-            name: of a figure of :meth:`Result.report`, for latencies with what of it, as in ``ttft_s.p99``;
+            name: of a figure of :meth:`LoadTestResult.report`, for latencies with what of it, as in ``ttft_s.p99``;
                 ``pause_s``, the longest gap within an answer, of the median answer; or one of the server's facts:
                 ``hit_rate``, ``preemptions``.
         """
@@ -197,7 +197,7 @@ async def _play(scene: Scene) -> Observed:
     return Observed(scene, result, (before, after), _known(scene, result, before, after))
 
 
-def _known(scene: Scene, result: Result, before: str, after: str) -> Facts:
+def _known(scene: Scene, result: LoadTestResult, before: str, after: str) -> Facts:
     seen = facts(read_page(before), read_page(after), result.seconds)
     seen = together(seen, facts_of_loadtest(result.to_json()))
     model, hardware = scene.server.model, scene.server.hardware

@@ -21,7 +21,7 @@ from kvlab.errors import MeasureError
 from kvlab.operate.exchange import Client, Dialect, Target
 from kvlab.operate.prompts import Writer
 from kvlab.operate.record import Record
-from kvlab.operate.report import Result
+from kvlab.operate.report import LoadTestResult
 from kvlab.operate.schedule import Load
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class _Question:
 
 async def run(
     target: Target, load: Load, *, transport: httpx.AsyncBaseTransport | None = None, tell: Tell | None = None
-) -> Result:
+) -> LoadTestResult:
     """Test a server. Cancelled (by Ctrl-C under ``asyncio.run``), it returns what there is, marked as interrupted.
 
     Args:
@@ -96,7 +96,7 @@ async def run(
         questions = [_question(client, dialect, writer, arrival) for arrival in arrivals]
         run = _Run(client, questions, tell)
         interrupted = await run.drive(load.places)
-    return Result(
+    return LoadTestResult(
         settings=_settings(target, load, dialect, writer, arrivals),
         records=run.records,
         interrupted=interrupted,
@@ -104,7 +104,7 @@ async def run(
     )
 
 
-def loadtest(target: Target, load: Load, *, tell: Tell | None = None) -> Result:
+def loadtest(target: Target, load: Load, *, tell: Tell | None = None) -> LoadTestResult:
     """Test a server, and wait for the end. Ctrl-C ends it early; a second one ends everything.
 
     Args:

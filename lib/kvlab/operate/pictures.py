@@ -13,7 +13,7 @@ from kvlab.resources import resource
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from kvlab.operate.report import Result
+    from kvlab.operate.report import LoadTestResult
 
 #: Requests that a timeline has room for.
 _ROWS = 200
@@ -22,7 +22,7 @@ _ROWS = 200
 _DECODE, _PREFILL, _FAILED = "C0", "C1", "C3"
 
 
-def pictures(result: Result) -> Iterator[tuple[str, bytes]]:
+def pictures(result: LoadTestResult) -> Iterator[tuple[str, bytes]]:
     """File names and PNG images: every request in time, and how latencies are distributed.
 
     Args:
@@ -47,7 +47,7 @@ def pictures(result: Result) -> Iterator[tuple[str, bytes]]:
         yield name, image.getvalue()
 
 
-def _timeline(axes: Axes, result: Result) -> None:
+def _timeline(axes: Axes, result: LoadTestResult) -> None:
     """One row a request: waiting, then receiving."""
     for row, record in enumerate(result.records[:_ROWS]):
         _bar(axes, row, record)
@@ -71,7 +71,7 @@ def _bar(axes: Axes, row: int, record: Record) -> None:
         axes.plot(end, row, marker="x", color=_FAILED)
 
 
-def _latencies(axes: Any, result: Result) -> None:
+def _latencies(axes: Any, result: LoadTestResult) -> None:
     """How many requests were served within how long."""
     good, slo = result.completed, result.report()["slo"]
     for panel, name, colour in ((axes[0], "ttft", _PREFILL), (axes[1], "tpot", _DECODE)):

@@ -18,7 +18,7 @@ from kvlab.errors import ConfigError
 from kvlab.operate.deploy import EMITTERS, Server
 from kvlab.operate.goal import Deployment, Goal
 from kvlab.operate.sizing import Instance, fitting, instance, layouts, shortfall
-from kvlab.operate.traffic import Load, Search, Split, best_split, even_replicas, judged, reachable_rate
+from kvlab.operate.traffic import Search, Split, Trial, best_split, even_replicas, judged, reachable_rate
 from kvlab.operate.vllm import Flag, default_max_num_seqs, kv_cache_dtype, quantization, serves
 
 __all__ = ["CapacityPlan", "Deployment", "Goal", "Remedy", "plan"]
@@ -59,8 +59,8 @@ class CapacityPlan:
     deployment: Deployment
     goal: Goal
     replica: Instance | None = None
-    load: Load | None = None
-    one_less: Load | None = None
+    load: Trial | None = None
+    one_less: Trial | None = None
     split: Split | None = None
     problems: tuple[str, ...] = ()
     remedies: tuple[Remedy, ...] = ()
@@ -224,7 +224,7 @@ class CapacityPlan:
             },
         }  # fmt: skip
 
-    def _load_report(self, load: Load) -> dict[str, Any]:
+    def _load_report(self, load: Trial) -> dict[str, Any]:
         kept = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "output_tokens_per_s", "running_mean", "preemptions", "kv_usage")
         pipeline = self._fitting.pipeline_parallel
         figures = {name: load.figures[name] for name in kept}

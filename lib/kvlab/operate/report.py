@@ -20,7 +20,7 @@ KIND, VERSION = "kvlab-loadtest", 1
 
 
 @dataclass(frozen=True)
-class Result:
+class LoadTestResult:
     """Everything that a load test found.
 
     Args:
@@ -171,7 +171,7 @@ def headline(settings: Mapping[str, Any]) -> str:
     return f"{settings['model']} at {settings['url']}, {settings['endpoint']}, {what}, {loop}"
 
 
-def lines(result: Result) -> Iterator[str]:
+def lines(result: LoadTestResult) -> Iterator[str]:
     """What a table of latencies has no room for, a line each.
 
     Args:
@@ -213,7 +213,7 @@ _FOOTNOTE = (
 )
 
 
-def _markdown(result: Result) -> Iterator[str]:
+def _markdown(result: LoadTestResult) -> Iterator[str]:
     columns = ("mean", "p50", "p90", "p95", "p99", "max")
     yield f"# Load test: {headline(result.settings)}"
     yield ""

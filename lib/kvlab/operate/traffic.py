@@ -73,7 +73,7 @@ class Settled(Summary):
 
 
 @dataclass(frozen=True)
-class Load:
+class Trial:
     """What users see of so many replicas.
 
     Args:
@@ -120,7 +120,7 @@ def lane(replica: Instance) -> Lane:
     )  # fmt: skip
 
 
-def load(replica: Instance, goal: Goal, replicas: int, length: int = 1) -> Load:
+def load(replica: Instance, goal: Goal, replicas: int, length: int = 1) -> Trial:
     """Serve the goal's rate by so many replicas, and judge those who came once it was busy.
 
     Args:
@@ -137,7 +137,7 @@ def load(replica: Instance, goal: Goal, replicas: int, length: int = 1) -> Load:
     coming = arrivals(workload, rate=rate, requests=requests)
     serving.serve(((each.time, SimulatedRequest.of(n, each)) for n, each in enumerate(coming)), summary)
     figures = summary.report(ttft=goal.ttft, tpot=goal.tpot)
-    return Load(replicas, goal.rate / replicas, _kept(summary, goal), figures)
+    return Trial(replicas, goal.rate / replicas, _kept(summary, goal), figures)
 
 
 def _kept(summary: Summary, goal: Goal) -> float:
@@ -162,7 +162,7 @@ class Search:
     goal: Goal
     most: int
     tell: Callable[[str], None] = lambda _: None
-    known: dict[int, Load] = field(default_factory=dict)
+    known: dict[int, Trial] = field(default_factory=dict)
 
     def keeps(self, replicas: int) -> bool:
         """Whether so many replicas keep the promises.
@@ -196,7 +196,7 @@ class Search:
             low, high = (low, middle) if self.keeps(middle) else (middle, high)
         return high
 
-    def confirm(self, replicas: int) -> Load:
+    def confirm(self, replicas: int) -> Trial:
         """The load of so many replicas in a longer run, or of the first number above that keeps the promises in one.
 
         Where work comes a little faster than it is done, a queue grows slowly, and a short run does not show it.

@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 from kvlab.errors import MeasureError
 from kvlab.serving.engine import Event, StepRecord
 from kvlab.serving.request import Request
-from kvlab.timing import RequestTimes, goodput, percentile
-
-PERCENTS = (50, 90, 95, 99)
+from kvlab.timing import PERCENTS, RequestTimes, figures, goodput
 
 
 @dataclass
@@ -330,10 +328,10 @@ class Summary(Lifetimes):
             "refusals": {self.refusals[reason]: count for reason, count in self.refused.most_common()},
             "preemptions": self.preemptions,
             "seconds": self.seconds,
-            "ttft_s": _figures(self.ttft),
-            "tpot_s": _figures(self.tpot),
+            "ttft_s": figures(self.ttft),
+            "tpot_s": figures([tpot for tpot in self.tpot if not math.isnan(tpot)]),
             "itl_s": self._itl_figures(),
-            "e2e_s": _figures(self.e2e),
+            "e2e_s": figures(self.e2e),
             "requests_per_s": self.finished.total() / seconds,
             "prompt_tokens_per_s": self.tokens_in / seconds,
             "output_tokens_per_s": self.tokens_out / seconds,
@@ -350,11 +348,3 @@ class Summary(Lifetimes):
             return None
         found = {f"p{percent}": self.itl.percentile(percent) for percent in PERCENTS}
         return {"mean": self.itl.sum / self.itl.total, **found, "max": self.itl.percentile(100)}
-
-
-def _figures(values: Iterable[float]) -> dict[str, float] | None:
-    known = sorted(value for value in values if not math.isnan(value))
-    if not known:
-        return None
-    found = {f"p{percent}": percentile(known, percent) for percent in PERCENTS}
-    return {"mean": sum(known) / len(known), **found, "max": known[-1]}
