@@ -84,3 +84,14 @@ def test_every_loop_begins_at_zero() -> None:
         loop.skip(2.5)
         assert loop.time() == 2.5
         loop.close()
+
+
+def test_it_runs_where_a_loop_runs_already() -> None:
+    async def inner() -> float:
+        await asyncio.sleep(7)
+        return asyncio.get_running_loop().time()
+
+    async def notebook() -> float:
+        return run_virtually(inner())
+
+    assert asyncio.run(notebook()) == 7

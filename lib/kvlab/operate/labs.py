@@ -13,7 +13,6 @@ remedy is applied, and everything is done once more. All is seeded: the figures 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -176,8 +175,7 @@ def observe(scene: Scene) -> Observed:
     Args:
         scene: a server and a load.
     """
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(run_virtually, _play(scene)).result()
+    return run_virtually(_play(scene))
 
 
 async def _play(scene: Scene) -> Observed:

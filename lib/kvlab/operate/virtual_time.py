@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from selectors import DefaultSelector
 from typing import Any, TypeVar
 
@@ -60,11 +61,22 @@ class _Impatient(DefaultSelector):
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in virtual time, as ``asyncio.run`` does in real time.
 
+    Where a loop runs already, as in a notebook, it gets a thread of its own.
+
     Args:
         main: what to run; every wait in it must be one of asyncio's.
 
     Raises:
         MeasureError: everything waits, and nothing is scheduled that could end it.
     """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _run(main)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(_run, main).result()
+
+
+def _run(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
