@@ -36,6 +36,9 @@ page: $(READY)  ## build one chapter, PAGE=04_kv_cache, and the reference pages:
 test: $(READY)  ## everything that is checked: lint, tests, the book and its pages
 	$(BIN)/python book/run_checks.py
 
+test-vllm: $(READY)  ## the tools against a real vLLM on this CPU, 15 minutes; VLLM=PYTHON takes one that is installed
+	$(BIN)/python benchmarks/real_server.py $(if $(VLLM),--vllm $(VLLM))
+
 lock: $(READY)  ## renew requirements.lock from what .venv holds
 	( echo "# Exact versions that \`make\` installs; made with: make lock"; echo; \
 	  $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' ) > requirements.lock
@@ -47,4 +50,4 @@ address: $(READY)  ## REPO=... SITE=...: change the public addresses, and all th
 axe-baseline: $(READY)  ## note what an empty page of the theme breaks in accessibility
 	PYTHONPATH=book $(BIN)/python -m kvbook.browser
 
-.PHONY: help venv lint notebooks book page test lock address axe-baseline
+.PHONY: help venv lint notebooks book page test test-vllm lock address axe-baseline

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from processes import Contender, LlamaCpp, PeerError, Worker, foreign_cpu_seconds, quantization_of
 from rounds import TRANSFORMERS, Case, Figures, Rates, Ratio, cases_of, goals, medians, rates, ratio
+from vllm_server import unhurried, variables_of
 
 from kvlab.cost import Format, Hardware, flops, middle_step, predict, prefill_pass, step_bytes
 from kvlab.errors import ConfigError
@@ -87,17 +88,8 @@ def vllm(python: Path, folder: Path, common: Mapping[str, Any], environment: Map
         "vocab": common["vocab"],
         "cases": cases,
     }
-    settings = {
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{common['threads'] - 1}",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
-    openmp = python.parent.parent / "lib" / "libiomp5.so"
-    if openmp.is_file():  # what vLLM's documentation asks for on a CPU
-        settings["LD_PRELOAD"] = str(openmp)
     command = [str(python), str(HERE / "vllm_worker.py"), json.dumps(job)]
-    return Worker("vLLM", command, {**environment, **settings}, logs, stays=True)
+    return Worker("vLLM", command, {**environment, **variables_of(python, common["threads"])}, logs, stays=True)
 
 
 def run(everybody: Sequence[Contender], rounds: int) -> tuple[dict[str, list[Figures]], dict[str, str]]:
@@ -130,12 +122,9 @@ def run(everybody: Sequence[Contender], rounds: int) -> tuple[dict[str, list[Fig
                     print(f"{one.name} is left out: {failure}", file=sys.stderr)
         done = True
     finally:
-        # Whoever is impatient waits until everything is stopped.
-        asked = {sign: signal.signal(sign, signal.SIG_IGN) for sign in (signal.SIGINT, signal.SIGTERM)}
-        for one in everybody:
-            one.close(20 if done else 0)
-        for sign, handler in asked.items():
-            signal.signal(sign, handler)
+        with unhurried():
+            for one in everybody:
+                one.close(20 if done else 0)
     return answers, failed
 
 
