@@ -305,7 +305,7 @@ def prefixes(lab: Lab) -> list[Check]:
             asked = f"hit rate half or more of the {possible:.1%} that could be found, and no useless cache named"
             good = rate is not None and possible / 2 <= rate <= possible and "prefix-cache-useless" not in causes
         else:
-            asked, good = "hit rate 0, and the useless cache or the long prompts named", rate == 0 and bool(causes)
+            asked, good = "prompts that share nothing: hit rate 0", rate == 0
         checks.append(Check("prefix cache", asked, said, good, {"hit_rate": rate, "possible": possible}))
     return checks
 

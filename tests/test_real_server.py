@@ -159,14 +159,14 @@ def test_what_the_prefix_cache_can_find_is_what_came_before() -> None:
     assert findable([Arrival(0.0, 1056, 32, session=index) for index in range(3)]) == 0
 
 
-def killed(*, lose: int = 0, kind: str = "closed", silent: bool = False) -> dict[str, Any]:
+def killed(*, lose: int = 0, kind: str = "closed", later: str = "refused", silent: bool = False) -> dict[str, Any]:
     """A run of four: one answered, one cut short, two refused."""
     records = [{"id": index, "error": None, "finish_reason": None, "chunks_s": []} for index in range(4)]
     records[0]["finish_reason"] = "length"
     records[1] |= {"error": {"kind": kind, "message": "x"}, "chunks_s": [0.5]}
     for each in records[2:]:
-        each["error"] = None if silent else {"kind": "refused", "message": "x"}
-    figures = {"completed": 1, "failed": 3, "errors": {kind: 1, "refused": 2}}
+        each["error"] = None if silent else {"kind": later, "message": "x"}
+    figures = {"completed": 1, "failed": 3, "errors": {kind: 1, later: 2}}
     return {"figures": figures, "requests": records[: 4 - lose]}
 
 
@@ -177,7 +177,12 @@ def test_a_report_of_a_killed_server_is_whole_and_says_what_failed() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "passed"),
-    [({"lose": 1}, [False, True]), ({"silent": True}, [False, True]), ({"kind": "timeout"}, [True, False])],
+    [
+        ({"lose": 1}, [False, True]),
+        ({"silent": True}, [False, True]),
+        ({"kind": "timeout"}, [True, False]),
+        ({"later": "timeout"}, [True, False]),
+    ],
 )
 def test_a_report_that_loses_a_request_or_misnames_a_failure_fails(changes: dict[str, Any], passed: list[bool]) -> None:
     assert [check.passed for check in told("kill", killed(**changes), 4)] == passed
