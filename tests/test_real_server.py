@@ -19,7 +19,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import real_server  # noqa: E402
 from processes import PeerError  # noqa: E402
-from scenes import SERVERS, Lab, played, start_up_error  # noqa: E402
+from scenes import SERVERS, Lab, played, start_up_error, with_space  # noqa: E402
 from verdicts import (  # noqa: E402
     Check,
     agreement,
@@ -33,9 +33,11 @@ from verdicts import (  # noqa: E402
 )
 from vllm_server import Environment, Server, asked, closing, free_port, installed, launched, needed, until  # noqa: E402
 
+from kvlab.cost import GIB, Hardware  # noqa: E402
 from kvlab.operate.prometheus import Page, read_page  # noqa: E402
 from kvlab.operate.record import Fault, Record  # noqa: E402
 from kvlab.operate.report import LoadTestResult  # noqa: E402
+from kvlab.operate.sizing import instance  # noqa: E402
 from kvlab.serving.workload import Arrival  # noqa: E402
 
 BENCH = Path(__file__).parent / "operate" / "fixtures" / "bench"
@@ -329,3 +331,11 @@ def test_ctrl_c_says_where_the_logs_are(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(SystemExit, match=r"nothing is left running; logs, pages and reports: .*logs"):
         real_server.main()
+
+
+def test_the_planner_is_asked_for_the_pool_that_the_server_is_given() -> None:
+    """On a CPU the pool is stated, not what is left: memory is chosen so that exactly this is left."""
+    hardware = Hardware("here", "here", "cpu", 8 * GIB, 30e9, {"bfloat16": 1e12}, "made up")
+    ledger = instance(with_space(hardware, 2 * GIB), 1, 1).ledger
+    assert ledger.kv_pool == 2 * GIB
+    assert ledger.unclaimed == 0
