@@ -19,7 +19,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import real_server  # noqa: E402
 from processes import PeerError  # noqa: E402
-from scenes import SERVERS, Lab, played, start_up_error  # noqa: E402
+from scenes import SERVERS, Lab, played, start_up_error, with_space  # noqa: E402
 from verdicts import (  # noqa: E402
     Check,
     agreement,
@@ -33,9 +33,11 @@ from verdicts import (  # noqa: E402
 )
 from vllm_server import Environment, Server, asked, closing, free_port, installed, launched, needed, until  # noqa: E402
 
+from kvlab.cost import GIB, Hardware  # noqa: E402
 from kvlab.operate.prometheus import Page, read_page  # noqa: E402
 from kvlab.operate.record import Fault, Record  # noqa: E402
 from kvlab.operate.report import LoadTestResult  # noqa: E402
+from kvlab.operate.sizing import instance  # noqa: E402
 from kvlab.serving.workload import Arrival  # noqa: E402
 
 BENCH = Path(__file__).parent / "operate" / "fixtures" / "bench"
@@ -159,14 +161,14 @@ def test_what_the_prefix_cache_can_find_is_what_came_before() -> None:
     assert findable([Arrival(0.0, 1056, 32, session=index) for index in range(3)]) == 0
 
 
-def killed(*, lose: int = 0, kind: str = "closed", silent: bool = False) -> dict[str, Any]:
+def killed(*, lose: int = 0, kind: str = "closed", later: str = "refused", silent: bool = False) -> dict[str, Any]:
     """A run of four: one answered, one cut short, two refused."""
     records = [{"id": index, "error": None, "finish_reason": None, "chunks_s": []} for index in range(4)]
     records[0]["finish_reason"] = "length"
     records[1] |= {"error": {"kind": kind, "message": "x"}, "chunks_s": [0.5]}
     for each in records[2:]:
-        each["error"] = None if silent else {"kind": "refused", "message": "x"}
-    figures = {"completed": 1, "failed": 3, "errors": {kind: 1, "refused": 2}}
+        each["error"] = None if silent else {"kind": later, "message": "x"}
+    figures = {"completed": 1, "failed": 3, "errors": {kind: 1, later: 2}}
     return {"figures": figures, "requests": records[: 4 - lose]}
 
 
@@ -177,7 +179,12 @@ def test_a_report_of_a_killed_server_is_whole_and_says_what_failed() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "passed"),
-    [({"lose": 1}, [False, True]), ({"silent": True}, [False, True]), ({"kind": "timeout"}, [True, False])],
+    [
+        ({"lose": 1}, [False, True]),
+        ({"silent": True}, [False, True]),
+        ({"kind": "timeout"}, [True, False]),
+        ({"later": "timeout"}, [True, False]),
+    ],
 )
 def test_a_report_that_loses_a_request_or_misnames_a_failure_fails(changes: dict[str, Any], passed: list[bool]) -> None:
     assert [check.passed for check in told("kill", killed(**changes), 4)] == passed
@@ -324,3 +331,11 @@ def test_ctrl_c_says_where_the_logs_are(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("signal.signal", lambda *_: None)
     with pytest.raises(SystemExit, match=r"nothing is left running; logs, pages and reports: .*logs"):
         real_server.main()
+
+
+def test_the_planner_is_asked_for_the_pool_that_the_server_is_given() -> None:
+    """On a CPU the pool is stated, not what is left: memory is chosen so that exactly this is left."""
+    hardware = Hardware("here", "here", "cpu", 8 * GIB, 30e9, {"bfloat16": 1e12}, "made up")
+    ledger = instance(with_space(hardware, 2 * GIB), 1, 1).ledger
+    assert ledger.kv_pool == 2 * GIB
+    assert ledger.unclaimed == 0
