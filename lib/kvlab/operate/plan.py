@@ -21,8 +21,6 @@ from kvlab.operate.sizing import Instance, fitting, instance, layouts, shortfall
 from kvlab.operate.traffic import Search, Split, Trial, best_split, even_replicas, judged, reachable_rate
 from kvlab.operate.vllm import Flag, default_max_num_seqs, kv_cache_dtype, quantization, serves
 
-__all__ = ["CapacityPlan", "Deployment", "Goal", "Remedy", "plan"]
-
 #: Token budgets that are tried below the default where a TPOT was promised: what a step reads of prompts delays tokens.
 _BUDGETS = (2048, 512)
 
