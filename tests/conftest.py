@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from kvlab import kernels  # noqa: E402
 from kvlab.config import ModelConfig  # noqa: E402
 from kvlab.model import GPT  # noqa: E402
 from toys import random_gpt, small_config  # noqa: E402
+
+# Whoever starts the tests in the background may have them ignore Ctrl-C, and all that they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Nothing here is about time: no case fails because another program took the processor for a moment.
 settings.register_profile("untimed", deadline=None)
