@@ -36,7 +36,7 @@ page: $(READY)  ## build one chapter, PAGE=04_kv_cache, and the reference pages:
 test: $(READY)  ## everything that is checked: lint, tests, the book and its pages
 	$(BIN)/python book/run_checks.py
 
-test-vllm: $(READY)  ## the tools against a real vLLM on this CPU, 15 minutes; VLLM=PYTHON takes one that is installed
+test-vllm: $(READY)  ## the tools against a real vLLM on this CPU, slow; VLLM=PYTHON takes one that is installed
 	$(BIN)/python benchmarks/real_server.py $(if $(VLLM),--vllm $(VLLM))
 
 lock: $(READY)  ## renew requirements.lock from what .venv holds

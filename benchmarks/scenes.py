@@ -305,13 +305,13 @@ def overload(lab: Lab) -> list[Check]:
 
 def prefixes(lab: Lab) -> list[Check]:
     """Prompts that begin alike, and prompts that do not."""
-    shared = Load(requests=24, concurrency=4, workload="shared-prefix")
+    shared = Load(requests=24, concurrency=8, workload="shared-prefix")
     possible = findable(shared.arrivals())
     checks = []
     for name, workload in (("shared prefix", ["--workload", "shared-prefix"]), ("unique prompts", _size(1056, 32))):
         stem = name.replace(" ", "-")
         before = lab.kept(f"{stem}-before")
-        lab.loadtest(stem, "--concurrency", "4", "--requests", "24", *workload, *_COLD)
+        lab.loadtest(stem, "--concurrency", "8", "--requests", "24", *workload, *_COLD)
         after = lab.kept(f"{stem}-after")
         rate = facts(read_page(before.read_text("utf8")), read_page(after.read_text("utf8"))).hit_rate
         report = lab.diagnose(f"{stem}-diagnosis", "--file", str(before), "--file", str(after))
