@@ -11,13 +11,16 @@ from collections import deque
 from kvbook import browser
 from kvbook.layout import ROOT
 
+#: Several processes share the tests by file, in the order of their names: the pages in a browser, which take longest,
+#: come early. More threads in each process would only wait for each other.
+SHARED = ["-n", "auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
+OF_TESTS = {"OMP_NUM_THREADS": "1"}
+
 STEPS = (
     ("lint", ["make", "lint"]),
     ("book", [sys.executable, "book/build_book.py"]),
-    ("tests", [sys.executable, "-m", "pytest", "--durations=8", "-n", "auto", "--maxprocesses=4", "--dist=loadfile"]),
+    ("tests", [sys.executable, "-m", "pytest", "--durations=8", *SHARED]),
 )
-#: Several processes share the tests by file. More threads in each of them would only wait for each other.
-OF_TESTS = {"OMP_NUM_THREADS": "1"}
 
 LAST_LINES = 60  # of a step that failed: they are repeated at the end, where a log that was cut still has them
 
