@@ -11,9 +11,8 @@ from collections import deque
 from kvbook import browser
 from kvbook.layout import ROOT
 
-#: Several processes share the tests by file, in the order of their names: the pages in a browser, which take longest,
-#: come early. More threads in each process would only wait for each other.
-SHARED = ["-n", "auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
+#: Several processes share the tests by file. More threads in each of them would only wait for each other.
+SHARED = ["-n", "auto", "--maxprocesses=4", "--dist=loadfile"]
 OF_TESTS = {"OMP_NUM_THREADS": "1"}
 
 STEPS = (
