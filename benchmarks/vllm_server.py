@@ -176,10 +176,13 @@ def variables_of(python: Path, threads: int) -> dict[str, str]:
 
 
 def _named(scratch: Path, version: str) -> Path:
-    """A folder that says that ``vllm`` is installed: the build is a distribution of another name, and vLLM asks."""
-    said = scratch / "metadata" / f"vllm-{version}.dist-info"
+    """A folder that says that ``vllm`` is installed: the build is a distribution of another name, and vLLM asks.
+
+    By the ``+cpu`` of its own version vLLM knows what it was built for.
+    """
+    said = scratch / "metadata" / f"vllm-{version}+cpu.dist-info"
     said.mkdir(parents=True, exist_ok=True)
-    (said / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", "utf8")
+    (said / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", "utf8")
     return said.parent
 
 

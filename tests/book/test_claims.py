@@ -109,12 +109,24 @@ def test_bounds() -> None:
     assert not judge("order", [], at_least=1).holds
 
 
-def test_spare_asks_for_more_than_the_sentence_says() -> None:
-    assert not judge("faster", 1.9, at_least=1, spare=2).holds
-    assert judge("faster", 2.0, at_least=1, spare=2).holds
-    assert not judge("smaller", 0.6, at_most=1, spare=2).holds
-    assert judge("smaller", 0.5, at_most=1, spare=2).holds
-    assert "with a factor of 2 to spare" in judge("faster", 2.0, at_least=1, spare=2).expected
+@pytest.mark.parametrize(
+    ("measured", "bound", "holds", "narrow"),
+    [
+        (2.0, {"at_least": 1}, True, False),
+        (1.9, {"at_least": 1}, True, True),
+        (0.9, {"at_least": 1}, False, False),
+        (0.5, {"at_most": 1}, True, False),
+        (0.6, {"at_most": 1}, True, True),
+        (1.1, {"at_most": 1}, False, False),
+        ([2.0, 1.5], {"at_least": 1}, True, True),
+    ],
+)
+def test_a_sentence_fails_with_its_bound_and_is_narrow_without_its_room(
+    measured: Any, bound: dict[str, float], holds: bool, narrow: bool
+) -> None:
+    found = judge("order", measured, spare=2, **bound)
+    assert (found.holds, found.narrow) == (holds, narrow)
+    assert ("without a factor of 2 to spare" in found.expected) == narrow
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,16 @@ def test_an_itl_that_falls() -> None:
     assert "faster and faster" in found.message
 
 
+def test_a_batch_that_empties_is_faster_by_itself() -> None:
+    """Sixteen answers of growing length begin together; a step takes longer the more of them are left."""
+    lengths = [20 * (1 + index) for index in range(16)]
+    steps = [0.002 * sum(length > step for length in lengths) for step in range(max(lengths))]
+    answers = [answered(paced(0.5, *steps[1:length])) for length in lengths]
+    longest = answers[-1].itl
+    assert longest[-1] < longest[0] / 2  # by its gaps alone this one would be taken for buffered
+    assert kinds(*answers[8:]) == kinds(*answers) == []
+
+
 def test_a_few_buffered_answers_among_many_are_no_proxy() -> None:
     at_once = answered(paced(2.0, *[0.00001] * 31))
     assert kinds(at_once, *[answered(SMOOTH)] * 3) == []

@@ -412,6 +412,18 @@ def test_a_client_that_sends_late_is_named_before_the_queue_that_it_looks_like()
     assert diagnose(facts_of_loadtest(loadtest(requests))).first == "client-lag"
 
 
+def test_a_client_that_sends_late_and_so_reads_in_bursts_is_no_proxy() -> None:
+    """Of long answers the lag is a small part: it is the bursts that cost, and they are the client's own."""
+    bursts = [[row[0], *(row[1 + 20 * (token // 20 + 1) - 1] for token in range(60))] for row in streams(40)]
+    requests = [
+        request(id, row[0], [time + 0.3 for time in row[1:]]) | {"sent_s": row[0] + 0.3}
+        for id, row in enumerate(bursts)
+    ]
+    found = diagnose(facts_of_loadtest(loadtest(requests)))
+    assert [each.cause for each in found.causes] == ["client-lag"]
+    assert "bursts" in " ".join(found.causes[0].evidence)
+
+
 def test_a_client_that_reads_slowly_shows_only_beside_the_server() -> None:
     client = facts_of_loadtest(loadtest([request(id, row[0], row[1:]) for id, row in enumerate(streams(40, gap=0.03))]))
     assert diagnose(client).causes == ()

@@ -34,6 +34,7 @@ class Claim:
         measured: the measurement, in words.
         expected: what was asked of it, in words.
         slug: the claim's anchor on its page.
+        narrow: it holds, but without the factor to spare: on another machine, or beside another program, it may fail.
     """
 
     sentence: str
@@ -41,6 +42,7 @@ class Claim:
     measured: str
     expected: str
     slug: str
+    narrow: bool = False
 
     def __str__(self) -> str:
         mark = "✓" if self.holds else "✗"
@@ -78,8 +80,9 @@ def claim(
 
     Exactly equal: ``claim("The cache holds N + M - 1 entries", cache.length, 12)``.
     Nearly equal: ``claim("Cached equals recomputed", cached, full, 1e-12)``, or ``relative=0.05`` for 5 %.
-    An order: ``claim("Prefill is faster per token", ratio, at_least=1, spare=2)`` says *faster* and asks for twice
-    the bound, so that the sentence does not hang on the noise of one machine. Both bounds together are a range.
+    An order: ``claim("Prefill is faster per token", ratio, at_least=1, spare=2)`` says *faster*, and whoever writes it
+    expects twice the bound, so that the sentence does not hang on the noise of one machine. The sentence fails with
+    its bound; where it only lacks the room, the build names it. Both bounds together are a range.
 
     Args:
         sentence: what is claimed; unique on its page, and short: its anchor is made from it.
@@ -89,7 +92,7 @@ def claim(
         relative: how far it may be off as a share of ``expected``.
         at_least: the lower bound of the sentence.
         at_most: the upper bound of the sentence.
-        spare: the factor by which a bound must be kept; 2 for timings.
+        spare: the factor by which a bound should be kept; 2 for timings.
         unit: written behind the numbers.
 
     Raises:
@@ -153,7 +156,7 @@ def slug_of(sentence: str) -> str:
 
 
 def _claim(sentence: str, verdict: Verdict) -> Claim:
-    return Claim(sentence, verdict.holds, verdict.measured, verdict.expected, slug_of(sentence))
+    return Claim(sentence, verdict.holds, verdict.measured, verdict.expected, slug_of(sentence), verdict.narrow)
 
 
 def _present(result: Claim) -> None:

@@ -16,11 +16,12 @@ class Missing:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the measurement passes, with both sides in words."""
+    """Whether the measurement passes, with both sides in words; narrow: without the room that was asked for."""
 
     holds: bool
     measured: str
     expected: str
+    narrow: bool = False
 
 
 def equal(measured: Any, expected: Any, unit: str = "") -> Verdict:
@@ -64,13 +65,13 @@ def near(measured: Any, expected: Any, absolute: float, relative: float, unit: s
 
 
 def ordered(measured: Any, at_least: float | None, at_most: float | None, spare: float, unit: str = "") -> Verdict:
-    """Above a lower bound, below an upper bound, each kept with a factor to spare, in every element.
+    """Above a lower bound, below an upper bound, in every element; narrow where a factor to spare is not kept.
 
     Args:
         measured: what was found.
         at_least: the lower bound; None for none.
         at_most: the upper bound; None for none.
-        spare: the factor by which a bound must be kept, 1 or more.
+        spare: the factor by which a bound should be kept, 1 or more.
         unit: written behind numbers.
 
     Raises:
@@ -80,13 +81,14 @@ def ordered(measured: Any, at_least: float | None, at_most: float | None, spare:
     if not 1 <= spare < np.inf or (spare > 1 and min(bounds) <= 0):
         raise ValueError(f"spare is a factor of at least 1 for positive bounds, got {spare} for {bounds}")
     numbers = _numbers(measured)
-    low = -np.inf if at_least is None else at_least * spare
-    high = np.inf if at_most is None else at_most / spare
+    low = -np.inf if at_least is None else at_least
+    high = np.inf if at_most is None else at_most
     holds = bool(numbers.size and np.all((numbers >= low) & (numbers <= high)))
+    narrow = holds and not np.all((numbers >= low * spare) & (numbers <= high / spare))
     asked = [f"at least {words(at_least, unit)}"] if at_least is not None else []
     asked += [f"at most {words(at_most, unit)}"] if at_most is not None else []
-    kept = f", with a factor of {spare:g} to spare" if spare > 1 else ""
-    return Verdict(holds, _extent(numbers, unit), " and ".join(asked) + kept)
+    kept = f", {'without' if narrow else 'with'} a factor of {spare:g} to spare" if spare > 1 else ""
+    return Verdict(holds, _extent(numbers, unit), " and ".join(asked) + kept, narrow)
 
 
 def plain(value: Any) -> Any:

@@ -429,9 +429,11 @@ def _client_lag(f: Facts) -> Found | None:
     A fifth of the first token's time. A client and its server differ by a few milliseconds on one machine; so half of
     the time between them counts only where it is also worth five tokens.
     """
-    if f.send_lag and f.client_ttft and f.send_lag.mean > 0 and f.send_lag.mean >= 0.2 * f.client_ttft.mean:
-        text = f"requests left {seconds(f.send_lag.mean)} after they were meant to, on average"
-        return Found(f.share(f.send_lag.sum), (text,))
+    if f.send_lag and _sends_late(f):
+        evidence = [f"requests left {seconds(f.send_lag.mean)} after they were meant to, on average"]
+        # Whoever sends late reads late: then its streams come in bursts, and no proxy is needed for that.
+        evidence += [f.buffered] if f.buffered else []
+        return Found(max(f.share(f.send_lag.sum), 0.5 if f.buffered else 0.0), tuple(evidence))
     if f.engine and f.client_ttft and f.ttft:
         between = f.client_ttft.mean - f.ttft.mean
         if between >= 0.5 * f.client_ttft.mean and between >= 5 * (f.typical_gap or 0):
@@ -442,14 +444,19 @@ def _client_lag(f: Facts) -> Found | None:
     return None
 
 
+def _sends_late(f: Facts) -> bool:
+    """Whether requests leave late enough to spoil the first token's time."""
+    return bool(f.send_lag and f.client_ttft and 0 < f.send_lag.mean >= 0.2 * f.client_ttft.mean)
+
+
 def _buffering_proxy(f: Facts) -> Found | None:
     """Tokens arrive in bursts: something between server and client holds the stream back.
 
     The load test sees it in the rhythm of the chunks (:mod:`kvlab.operate.artefacts`); a server that puts several
     tokens into a chunk keeps a rhythm. It spoils every time that a client measures: half is lost, or what the server
-    says.
+    says. A client that sends late reads in bursts itself.
     """
-    if f.buffered is None:
+    if f.buffered is None or _sends_late(f):
         return None
     evidence, lost = [f.buffered], 0.5
     if f.engine and f.client_ttft and f.ttft:
