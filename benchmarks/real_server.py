@@ -52,7 +52,7 @@ Examples:
     )
     made.add_argument("--hf", type=Path, metavar="FOLDER", help="SmolLM2 in the Hub's layout; made if not given")
     made.add_argument("--servers", nargs="+", choices=[*SERVERS, "last"], default=[*SERVERS, "last"], help="(all)")
-    made.add_argument("--rounds", type=int, default=2, help="of the comparison, each both clients in turn (2)")
+    made.add_argument("--rounds", type=int, default=3, help="of the comparison, each both clients in turn (3)")
     made.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the server (all)")
     made.add_argument("--logs", type=Path, default=BUILD / "test-vllm", metavar="FOLDER", help="(_build/test-vllm)")
     made.add_argument("--json", type=Path, metavar="OUT", help="write the result here as well")

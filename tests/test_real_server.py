@@ -19,7 +19,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import real_server  # noqa: E402
 from processes import PeerError  # noqa: E402
-from scenes import SERVERS, Lab, played, start_up_error, with_space  # noqa: E402
+from scenes import OUTPUT, PROMPT, SERVERS, Lab, played, same_arrivals, start_up_error, with_space  # noqa: E402
 from verdicts import (  # noqa: E402
     Check,
     agreement,
@@ -37,6 +37,7 @@ from kvlab.cost import GIB, Hardware  # noqa: E402
 from kvlab.operate.prometheus import Page, read_page  # noqa: E402
 from kvlab.operate.record import Fault, Record  # noqa: E402
 from kvlab.operate.report import LoadTestResult  # noqa: E402
+from kvlab.operate.schedule import Load  # noqa: E402
 from kvlab.operate.sizing import instance  # noqa: E402
 from kvlab.serving.workload import Arrival  # noqa: E402
 
@@ -218,6 +219,14 @@ def test_a_server_is_stopped_with_its_children_whatever_happens(tmp_path: Path) 
         raise KeyboardInterrupt
     assert not running(process.pid)
     assert not running(int(log.read_text("utf8")))
+
+
+def test_our_open_loop_sends_when_the_other_client_did(tmp_path: Path) -> None:
+    replayed = same_arrivals(Load(rate=1.0, requests=30, warmup=0), [1003.5, 1001.25, 1002.0], tmp_path / "t.jsonl")
+    arrivals = list(replayed.arrivals())
+    assert [each.time for each in arrivals] == [0.0, 0.75, 2.25]
+    assert {(each.prompt_tokens, each.output_tokens) for each in arrivals} == {(PROMPT, OUTPUT)}
+    assert (replayed.rate, replayed.requests, replayed.warmup) == (None, 3, 0)
 
 
 def here(tmp_path: Path) -> Environment:
