@@ -125,7 +125,7 @@ def _by_messages(facts: Facts) -> Iterator[Finding]:
             spoken.setdefault(each.cause, each)
     for id, count in counts.items():
         finding = _spoken(spoken[id], min(count / (facts.attempts or count), 1.0))
-        yield Finding(**{**vars(finding), "evidence": (f"{count:,} requests failed with it", *finding.evidence)})
+        yield Finding(**{**vars(finding), "evidence": (*finding.evidence, f"{count:,} requests failed with it")})
 
 
 def _finding(of: Cause, strength: float, evidence: tuple[str, ...], remedy: str = "") -> Finding:
