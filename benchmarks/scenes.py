@@ -247,14 +247,16 @@ def _turn(lab: Lab, name: str, load: Load, number: int) -> Turn:
     asked = replace(load, workload=f"fixed:{PROMPT}/{OUTPUT}", seed=number, warmup=0)
     stem = f"bench-{name.replace('/', '-').replace(' ', '-')}-{number}"
     lab.settled()
-    begun = _foreign(lab)
-    theirs = _theirs(lab, asked, stem)
-    before, between = lab.settled(), _foreign(lab)
-    if asked.rate:
-        asked = same_arrivals(asked, theirs["start_times"], lab.logs / f"{stem}.jsonl")
-    ours = _ours(lab, asked)
-    after = lab.settled()
-    return Turn(ours, theirs, (before, after), (_foreign(lab) - between, between - begun))
+    if load.rate:  # ours needs the arrivals of theirs
+        theirs, foreign = _theirs(lab, asked, stem)
+        ours, pages, more = _ours(lab, same_arrivals(asked, theirs["start_times"], lab.logs / f"{stem}.jsonl"))
+    elif number % 2:  # whoever comes second meets a warmer server: they take turns
+        ours, pages, more = _ours(lab, asked)
+        theirs, foreign = _theirs(lab, asked, stem)
+    else:
+        theirs, foreign = _theirs(lab, asked, stem)
+        ours, pages, more = _ours(lab, asked)
+    return Turn(ours, theirs, pages, (more, foreign))
 
 
 def same_arrivals(load: Load, times: Sequence[float], path: Path) -> Load:
@@ -275,15 +277,21 @@ def _foreign(lab: Lab) -> float:
     return foreign_cpu_seconds([lab.server.process.pid])
 
 
-def _ours(lab: Lab, load: Load) -> LoadTestResult:
-    """Without a probe and without a warm-up, so that the server counts nothing else."""
-    found = loadtest(Target(lab.server.url, MODEL, dialect=Dialect(token_ids=True)), load)
+def _ours(lab: Lab, load: Load) -> tuple[LoadTestResult, tuple[Page, Page], float]:
+    """Without a probe and without a warm-up, so that the server counts nothing else; prompts are text, as theirs are.
+
+    Returns the result, the server's pages before and after it, and the CPU seconds of other programs meanwhile.
+    """
+    before, begun = lab.page(), _foreign(lab)
+    found = loadtest(Target(lab.server.url, MODEL, dialect=Dialect()), replace(load, tokenizer=lab.folder))
     if found.interrupted:
         raise KeyboardInterrupt
-    return found
+    return found, (before, lab.settled()), _foreign(lab) - begun
 
 
-def _theirs(lab: Lab, load: Load, name: str) -> Figures:
+def _theirs(lab: Lab, load: Load, name: str) -> tuple[Figures, float]:
+    """Their result, and the CPU seconds of other programs meanwhile."""
+    begun = _foreign(lab)
     loop = ["--request-rate", f"{load.rate:g}"] if load.rate else ["--max-concurrency", str(load.concurrency)]
     command = lab.environment.command(
         "bench", "serve", "--backend", "openai", "--base-url", lab.server.url, "--endpoint", "/v1/completions",
@@ -305,7 +313,8 @@ def _theirs(lab: Lab, load: Load, name: str) -> Figures:
     found: Figures = json.loads((lab.logs / f"{name}.json").read_text("utf8"))
     if found["completed"] != load.requests:
         raise PeerError(f"vllm bench serve completed {found['completed']} of {load.requests} requests")
-    return found
+    lab.settled()
+    return found, _foreign(lab) - begun
 
 
 def overload(lab: Lab) -> list[Check]:

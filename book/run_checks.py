@@ -13,12 +13,12 @@ from kvbook.layout import ROOT
 
 #: Several processes share the tests by file. More threads in each of them would only wait for each other.
 SHARED = ["-n", "auto", "--maxprocesses=4", "--dist=loadfile"]
-OF_TESTS = {"OMP_NUM_THREADS": "1"}
 
-STEPS = (
-    ("lint", ["make", "lint"]),
-    ("book", [sys.executable, "book/build_book.py"]),
-    ("tests", [sys.executable, "-m", "pytest", "--durations=8", *SHARED]),
+#: What each step is called, its command, and what it is told by its environment.
+STEPS: tuple[tuple[str, list[str], dict[str, str]], ...] = (
+    ("lint", ["make", "lint"], {}),
+    ("book", [sys.executable, "book/build_book.py"], {}),
+    ("tests", [sys.executable, "-m", "pytest", "--durations=8", *SHARED], {"OMP_NUM_THREADS": "1"}),
 )
 
 LAST_LINES = 60  # of a step that failed: they are repeated at the end, where a log that was cut still has them
@@ -49,8 +49,8 @@ def run(name: str, command: list[str], environment: dict[str, str]) -> tuple[str
 def main() -> int:
     environment = {**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     results = []
-    for name, command in STEPS:
-        results.append(run(name, command, environment | (OF_TESTS if name == "tests" else {})))
+    for name, command, more in STEPS:
+        results.append(run(name, command, environment | more))
         if name == "book":
             environment["KVLAB_BOOK_IS_BUILT"] = "yes" if results[-1][1] else "failed"
     for name, good, _, last in results:

@@ -18,7 +18,7 @@ PAGES = notebook_pages()
 
 # Headings of the plan whose work is done: each of their statements must have its place in the book. A heading
 # joins when its issue closes.
-FINISHED_HEADINGS = {1, 2, 3, 4, 5}
+FINISHED_HEADINGS = {1, 2, 3, 4, 5, 6}
 
 
 def test_links_and_anchors(site: Site) -> None:
