@@ -178,12 +178,13 @@ def _prefill_interference(f: Facts) -> Found | None:
     """Streams stall while the prompts of others are read in the same steps.
 
     An eighth of the time between tokens or so passes in gaps of 1.5 typical gaps or more, prompts were read meanwhile,
-    and their reading is long enough to explain it: a second of prefill stalls every stream in the batch for a second,
-    so stalls beyond that have another reason, such as preemption. Real vLLM: 0.6 to 5 % healthy, 17 % with prompts of
+    and their reading is long enough for it: a second of prefill stalls every stream in the batch for a second, and
+    stalls beyond that have another reason, such as preemption. Real vLLM: 0.6 to 5 % healthy, 17 % with prompts of
     1,900 tokens read at once; with a budget of 256 tokens the gaps are shorter, and more.
     """
     edge, n, lost = f.stalls
-    if f.itl is None or f.stall_share < _STALLS or not f.prompt_tokens or not _reads_explain(f, lost):
+    read = _read_meanwhile(f, lost)
+    if f.itl is None or f.itl.sum <= 0 or read / f.itl.sum < _STALLS or not f.prompt_tokens:
         return None
     typical = f.typical_gap or 0.0
     evidence = [
@@ -192,14 +193,15 @@ def _prefill_interference(f: Facts) -> Found | None:
     ]
     if f.mean_prompt:
         evidence.append(f"meanwhile {f.begun or 0:,.0f} prompts of {f.mean_prompt:,.0f} tokens on average were read")
-    return Found(f.share(lost), tuple(evidence))
+    return Found(f.share(read), tuple(evidence))
 
 
-def _reads_explain(f: Facts, stalled: float) -> bool:
-    """Whether the reading of prompts can have stalled the streams so long; yes where nothing contradicts."""
+def _read_meanwhile(f: Facts, stalled: float) -> float:
+    """Of the seconds in which streams stalled, those that the reading of prompts accounts for: all, if nothing says
+    otherwise."""
     if f.prefill is None or not f.prefill.count or f.batch is None:
-        return True
-    return stalled <= 1.5 * f.prefill.sum * max(f.batch, 1.0)
+        return stalled
+    return min(stalled, 1.5 * f.prefill.sum * max(f.batch, 1.0))
 
 
 def _decode_batch_growth(f: Facts) -> Found | None:
@@ -305,7 +307,7 @@ def _preemption(f: Facts) -> Found | None:
 def _unexplained_stalls(f: Facts) -> Found | None:
     edge, n, lost = f.stalls
     longest = f.itl.bounds(100) if f.itl else None
-    if longest is None or f.stall_share < _STALLS or not f.prefill or _reads_explain(f, lost):
+    if longest is None or f.stall_share < _STALLS or not f.prefill or _read_meanwhile(f, lost) == lost:
         return None
     if longest[1] < 10 * f.prefill.mean:
         return None
