@@ -158,6 +158,17 @@ def page(state: State, **how: object) -> str:
     return plain.text(**how) + good + (posts if failed else "")  # type: ignore[arg-type]
 
 
+def test_stalls_count_as_far_as_reading_explains_them() -> None:
+    """Something else on the machine stalls the streams as well, as it was seen with vLLM on two cores."""
+    half = replace(STATES["prefill-interference"], itl=[(0.008, 24_000), (0.18, 2400)])
+    (found,) = seen(page(half)).causes
+    assert found.cause == "prefill-interference"
+    alone = seen(page(STATES["prefill-interference"])).causes[0]
+    assert alone.strength < found.strength < 0.6  # 432 of 624 s are stalls, 221 of them can be reading
+    little = replace(half, prefill=[(0.01, 200)])
+    assert "prefill-interference" not in [each.cause for each in seen(page(little)).causes]
+
+
 def test_a_healthy_server_is_healthy() -> None:
     assert seen(page(HEALTHY)).causes == ()
     assert seen(page(IDLE)).causes == ()
