@@ -169,6 +169,14 @@ def test_stalls_count_as_far_as_reading_explains_them() -> None:
     assert "prefill-interference" not in [each.cause for each in seen(page(little)).causes]
 
 
+def test_one_slow_step_is_no_stutter() -> None:
+    """Ten clients of vLLM that came at once and hung up after ten tokens: one step of twelve read prompts."""
+    short = replace(HEALTHY, ttft=[(0.035, 8)], prefill=[(0.035, 8)], queue=[(0.0, 8)], prompts=[(600, 8)], steps=12)
+    for slow, named in ((8, False), (16, True)):
+        causes = [each.cause for each in seen(page(replace(short, itl=[(0.008, 80), (0.03, slow)]))).causes]
+        assert ("prefill-interference" in causes) == named
+
+
 def test_a_healthy_server_is_healthy() -> None:
     assert seen(page(HEALTHY)).causes == ()
     assert seen(page(IDLE)).causes == ()
