@@ -330,13 +330,13 @@ def _kv_pool_nearly_full(f: Facts) -> Found | None:
 
 
 def _prefix_cache_off(f: Facts) -> Found | None:
-    """The prefix cache is switched off, and reading prompts takes a fifth of the time, with the stalls that it makes.
+    """The prefix cache is switched off, and reading prompts takes a seventh of the time, with the stalls that it makes.
 
-    It is on by default, so somebody chose this.
+    It is on by default, so somebody chose this. Real vLLM, prompts of 1,130 tokens that share 1,000, four at once: 18 %.
     """
     reading = f.share(f.prefill.sum if f.prefill else None)
     lost = min(reading + f.share(f.stalls[2]), 1.0)
-    if f.prefix_caching is not False or lost < 0.2 or not _spans_blocks(f):
+    if f.prefix_caching is not False or lost < 0.15 or not _spans_blocks(f):
         return None
     text = f"enable_prefix_caching is False; reading prompts of {f.mean_prompt:,.0f} tokens takes {reading:.0%} of the"
     return Found(lost, (f"{text} time, and {f.share(f.stalls[2]):.0%} passes in stalls of others",))
