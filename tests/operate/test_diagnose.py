@@ -68,6 +68,9 @@ def test_every_captured_page_is_named(before: str | None, after: str, first: str
         ("bench_rate12", "queueing"), ("load32", "queueing"), ("preempt", "preemption"), ("preempt_control", None),
         ("prefix_shared", None), ("prefix_none", "prefix-cache-useless"), ("cancelmix", None),
         ("interf_b2048", "prefill-interference"), ("interf_none", None),
+        ("two_seats", "queueing"), ("two_seats_live", "queueing"), ("budget128_live", "queueing"),
+        ("batch16", None), ("batch16_live", None), ("chat4", None), ("hang_up", None), ("speculation_wins", None),
+        ("long_alone", "long-prefill"), ("cache_off_shared", "prefix-cache-off"), ("too_long", "server-errors"),
     ],
 )  # fmt: skip
 def test_every_captured_run_is_named(run: str, first: str | None) -> None:
