@@ -48,6 +48,8 @@ async function visit(browser, base, path, view) {
   const seen = await watch(page, base);
   await page.goto(base + path, { waitUntil: "load" });
   await settle(page);
+  // A colour on its way from light to dark is neither, and on a busy machine the way is long.
+  await page.addStyleTag({ content: "*, *::before, *::after { transition: none !important; }" });
   await page.evaluate(axe);
   if (!COLOURED.includes(path)) {
     await page.evaluate(() => document.querySelectorAll(".highlight pre").forEach((code) => { code.textContent = code.textContent; }));
