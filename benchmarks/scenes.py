@@ -247,14 +247,13 @@ def _turn(lab: Lab, name: str, load: Load, number: int) -> Turn:
     asked = replace(load, workload=f"fixed:{PROMPT}/{OUTPUT}", seed=number, warmup=0)
     stem = f"bench-{name.replace('/', '-').replace(' ', '-')}-{number}"
     lab.settled()
-    if load.rate:  # ours needs the arrivals of theirs
-        theirs, foreign = _theirs(lab, asked, stem)
-        ours, pages, more = _ours(lab, same_arrivals(asked, theirs["start_times"], lab.logs / f"{stem}.jsonl"))
-    elif number % 2:  # whoever comes second meets a warmer server: they take turns
+    if not load.rate and number % 2:  # whoever comes second meets a warmer server: they take turns
         ours, pages, more = _ours(lab, asked)
         theirs, foreign = _theirs(lab, asked, stem)
     else:
         theirs, foreign = _theirs(lab, asked, stem)
+        if load.rate:
+            asked = same_arrivals(asked, theirs["start_times"], lab.logs / f"{stem}.jsonl")
         ours, pages, more = _ours(lab, asked)
     return Turn(ours, theirs, pages, (more, foreign))
 

@@ -33,6 +33,8 @@ class Found:
 Rule = Callable[[Facts], Found | None]
 # Part of the time between tokens that may pass in stalls before anybody is to blame.
 _STALLS = 0.12
+# Part of what a client measures that is lost at least where streams come in bursts: TTFT too late, ITL too short.
+_LOST_IN_BURSTS = 0.5
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,7 @@ def _preemption(f: Facts) -> Found | None:
 def _unexplained_stalls(f: Facts) -> Found | None:
     edge, n, lost = f.stalls
     longest = f.itl.bounds(100) if f.itl else None
-    if longest is None or f.stall_share < _STALLS or not f.prefill or _read_meanwhile(f, lost) == lost:
+    if longest is None or f.stall_share < _STALLS or not f.prefill or _read_meanwhile(f, lost) >= lost:
         return None
     if longest[1] < 10 * f.prefill.mean:
         return None
@@ -434,11 +436,12 @@ def _client_lag(f: Facts) -> Found | None:
     A fifth of the first token's time. A client and its server differ by a few milliseconds on one machine; so half of
     the time between them counts only where it is also worth five tokens.
     """
-    if f.send_lag and _sends_late(f):
-        evidence = [f"requests left {seconds(f.send_lag.mean)} after they were meant to, on average"]
+    if lag := _spoiling_lag(f):
+        text = f"requests left {seconds(lag.mean)} after they were meant to, on average"
         # Whoever sends late reads late: then its streams come in bursts, and no proxy is needed for that.
-        evidence += [f.buffered] if f.buffered else []
-        return Found(max(f.share(f.send_lag.sum), 0.5 if f.buffered else 0.0), tuple(evidence))
+        if f.buffered:
+            return Found(max(f.share(lag.sum), _LOST_IN_BURSTS), (text, f.buffered))
+        return Found(f.share(lag.sum), (text,))
     if f.engine and f.client_ttft and f.ttft:
         between = f.client_ttft.mean - f.ttft.mean
         if between >= 0.5 * f.client_ttft.mean and between >= 5 * (f.typical_gap or 0):
@@ -449,9 +452,11 @@ def _client_lag(f: Facts) -> Found | None:
     return None
 
 
-def _sends_late(f: Facts) -> bool:
-    """Whether requests leave late enough to spoil the first token's time."""
-    return bool(f.send_lag and f.client_ttft and 0 < f.send_lag.mean >= 0.2 * f.client_ttft.mean)
+def _spoiling_lag(f: Facts) -> Distribution | None:
+    """The send lag, where requests leave late enough to spoil the first token's time."""
+    if f.send_lag and f.client_ttft and 0 < f.send_lag.mean >= 0.2 * f.client_ttft.mean:
+        return f.send_lag
+    return None
 
 
 def _buffering_proxy(f: Facts) -> Found | None:
@@ -461,9 +466,9 @@ def _buffering_proxy(f: Facts) -> Found | None:
     tokens into a chunk keeps a rhythm. It spoils every time that a client measures: half is lost, or what the server
     says. A client that sends late reads in bursts itself.
     """
-    if f.buffered is None or _sends_late(f):
+    if f.buffered is None or _spoiling_lag(f):
         return None
-    evidence, lost = [f.buffered], 0.5
+    evidence, lost = [f.buffered], _LOST_IN_BURSTS
     if f.engine and f.client_ttft and f.ttft:
         lost = max(lost, 1 - f.ttft.mean / f.client_ttft.mean)
         evidence.append(f"a first token takes {seconds(f.client_ttft.mean)} here, {seconds(f.ttft.mean)} at the server")
